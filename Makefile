@@ -23,7 +23,7 @@ setup: $(VENV)/.installed ## Make the virtual environment with the pinned depend
 
 # The stamp is newer than what it was made of, so a second run costs nothing.
 $(VENV)/.installed: constraints.txt pyproject.toml | $(BIN)/python
-	@echo "installing about $$(grep -c '==' constraints.txt) packages into $(VENV) (some 700 MB with the tests' tools): a minute or more"
+	@echo "installing about $$(grep -c '==' constraints.txt) packages into $(VENV) (some 800 MB with the tests' tools): a minute or more"
 	$(BIN)/python -m pip install --quiet --require-hashes -r constraints.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@

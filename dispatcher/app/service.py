@@ -312,6 +312,7 @@ class Service:
             merger=self.dispatcher.merger,
             turn_checker=self.dispatcher.turn_checker,
             model_router=self.dispatcher.model_router,
+            slicer=self.dispatcher.slicer,
             health=self.dispatcher.health.record,
         )
 
@@ -324,12 +325,16 @@ class Service:
             self.metrics.set_total(series.USED_SECONDS, str(work), total=meter.used_unit_s[work])
             self.metrics.set_total(series.FREE_SECONDS, str(work), total=meter.free_unit_s[work])
         merger, turn_checker = self.dispatcher.merger, self.dispatcher.turn_checker
+        slicer = self.dispatcher.slicer
+        self.metrics.set_total(series.SLICE_TOKENS, total=slicer.generated_tokens)
         self.metrics.set_total(series.MERGED_REQUESTS, total=merger.merged_request_count)
         for metric, counts in (
             (series.MERGED_CALLS, merger.call_counts),
             (series.MERGE_CHECKS, merger.check_counts),
             (series.SEQUENCE_TURNS, turn_checker.turn_counts),
             (series.SEQUENCE_SERVERS, turn_checker.server_counts),
+            (series.SLICES, slicer.answer_counts),
+            (series.WHOLE_REQUESTS, slicer.whole_counts),
             (series.MODEL_REQUESTS, self.dispatcher.model_router.request_counts),
             (series.WARM_UPS, self.dispatcher.warm_ups.result_counts),
         ):

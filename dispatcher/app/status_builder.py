@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from itertools import islice
 
 from dispatcher.app.status_notes import describe_per_endpoint, list_problems
 from dispatcher.core.gateway.recent_attempts import RecentAttempts
@@ -17,12 +18,15 @@ from dispatcher.dispatch.merging.merger import RequestMerger
 from dispatcher.dispatch.models.model_router import ModelRouter
 from dispatcher.dispatch.queue_access import QueueView
 from dispatcher.dispatch.sequences.turns import TurnChecker
+from dispatcher.dispatch.slices.slicer import Slicer
 from dispatcher.ports import ModelRegistryState, QueueCounts
 from dispatcher.settings import Settings
 from dispatcher.signals.kubernetes.capacity import Endpoints
 from dispatcher.signals.poller import SourcePoll
 from dispatcher.telemetry import status as show
 from dispatcher.telemetry.status import Status
+
+_MAX_SLICED_MODELS = 50
 
 
 def build_status(
@@ -40,6 +44,7 @@ def build_status(
     merger: RequestMerger | None = None,
     turn_checker: TurnChecker | None = None,
     model_router: ModelRouter | None = None,
+    slicer: Slicer | None = None,
     health: HealthRecord | None = None,
 ) -> Status:
     """Build the status at `now`.
@@ -121,7 +126,29 @@ def build_status(
             sequence_turns=dict(turn_checker.turn_counts) if turn_checker else {},
             sequence_servers=dict(turn_checker.server_counts) if turn_checker else {},
         ),
+        slicing=_build_slicing(slicer) if slicer else show.SlicingStatus(),
         models=models,
+    )
+
+
+def _build_slicing(slicer: Slicer) -> show.SlicingStatus:
+    return show.SlicingStatus(
+        slices=dict(slicer.answer_counts),
+        slice_tokens=slicer.generated_tokens,
+        whole_requests={str(reason): count for reason, count in slicer.whole_counts.items()},
+        sliced_models=[
+            show.SlicedModelStatus(
+                path=path,
+                model=model,
+                continued_by=str(support.continuation or ""),
+                whole_reason=str(support.reason or ""),
+                why=support.why,
+                slice_tokens=support.size.size if slicer.measures_size else None,
+                overhead_s=None if support.size.overhead_s is None else round(support.size.overhead_s, 4),
+                cached_share=round(support.cached_share, 3) if support.cache_samples else None,
+            )
+            for (path, model, _), support in islice(slicer.support, _MAX_SLICED_MODELS)
+        ],
     )
 
 
@@ -362,6 +389,7 @@ def _build_queue(queue: QueueView, counts: QueueCounts | None, now: float) -> sh
         leased=counts.leased if counts else None,
         delayed=counts.delayed if counts else None,
         dead=counts.dead if counts else None,
+        started=counts.started if counts else None,
         paused=queue.shared.is_paused if queue.shared else False,
         queue_problem=queue.problem,
         oldest_pending_age_s=forecast.oldest_pending_age_s if forecast else None,

@@ -187,8 +187,8 @@ async def _read_first(
         parts.append(part)
     if len(parts) == 1:
         return parts[0][:max_count]  # type: ignore[no-any-return]
-    # All states of the queue are sorted by score.
-    merged: Any = heapq.merge(*parts, key=lambda one: one.score)
+    # All states of the queue are sorted by score, and the score determines the rank.
+    merged: Any = heapq.merge(*parts, key=lambda one: one.rank)
     return [one for _, one in zip(range(max_count), merged, strict=False)]
 
 

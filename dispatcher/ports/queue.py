@@ -86,8 +86,8 @@ class Lease(Value, frozen=True):
     last_attempt: str = ""
     """Outcome of the last counted attempt. Empty if there was none, or an older version did not store it."""
     progress: bytes = b""
-    """What earlier slices of the request have generated, as its last release with progress stored it. Empty
-    if there is none."""
+    """Output of earlier slices of the request, as its last release with progress stored it. Empty if there is
+    none."""
 
 
 class LeaseCounts(Value, frozen=True):
@@ -230,8 +230,8 @@ class Release:
     """Token that, with `request_id`, cancels the request while it waits for its model. If empty, both are
     read from the member of the lease, if it is there."""
     progress: bytes | None = None
-    """What all slices of the request have generated so far, to be stored with it and returned with its next
-    lease. The queue does not interpret it.
+    """Output of all slices of the request so far, to be stored with it and returned with its next lease. The
+    queue does not interpret it.
 
     `None` keeps what is stored, and `b""` deletes it. Anything else replaces it, and sets the counts of
     failed attempts and refusals to 0 before the flags of this release are added, because attempts count for

@@ -32,6 +32,7 @@ from dispatcher.core.health import Health
 from dispatcher.core.limit.budget import Reason, Signal
 from dispatcher.core.limit.utilization import WorkState
 from dispatcher.core.requests.result import ErrorCode
+from dispatcher.core.slices.eligibility import WholeReason
 from dispatcher.ports import DeadLetter, Release, Settlement, SettleStatus
 from dispatcher.telemetry.events import Event
 from dispatcher.telemetry.status import CAPACITY_SOURCES, SOURCES, Status
@@ -347,6 +348,9 @@ PENDING = _add_gauge(
 )
 LEASED = _add_gauge("leased", lambda s: s.queue.leased, "Active leases of all replicas")
 DELAYED = _add_gauge("delayed", lambda s: s.queue.delayed, "Requests that wait for the time of their retry")
+STARTED = _add_gauge(
+    "started", lambda s: s.queue.started, "Pending requests of which slices have been generated"
+)
 DEAD = _add_gauge("dead", lambda s: s.queue.dead, "Requests in the dead-letter set")
 OLDEST_PENDING = _add_gauge(
     "oldest_pending_age_seconds",
@@ -494,6 +498,20 @@ SEQUENCE_SERVERS = _add_counter(
     "sequence_servers",
     "Answers to requests with a session token, by the server that answered",
     server=("same", "other", "none"),
+)
+
+# ── slices ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+SLICES = _add_counter(
+    "slices",
+    "Answers to slices of long generations, by what followed; `restarted`: the request is sent again, whole",
+    result=("continued", "finished", "restarted"),
+)
+SLICE_TOKENS = _add_counter("slice_tokens", "Tokens that slices have generated")
+WHOLE_REQUESTS = _add_counter(
+    "whole_requests",
+    "Requests that were sent whole while slicing is on, by the reason (docs/how-to/slices.md)",
+    reason=tuple(WholeReason),
 )
 
 # ── models ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -219,6 +219,8 @@ class QueueStatus:
     leased: int | None = None
     delayed: int | None = None
     dead: int | None = None
+    started: int | None = None
+    """Number of pending requests of which slices have been generated."""
     paused: bool = False
     queue_problem: str | None = None
     oldest_pending_age_s: float | None = None
@@ -323,6 +325,39 @@ class SequencesStatus:
     def get_count(self, name: str) -> int | None:
         """Return one number of `sequences`, or `None` if it is not known."""
         return None if self.sequences is None else self.sequences.get(name)
+
+
+@dataclass(frozen=True, slots=True)
+class SlicedModelStatus:
+    """What is known about slices of one model."""
+
+    path: str = ""
+    model: str = ""
+    continued_by: str = ""
+    """How its generations are continued: by `token ids` or by `text`. Empty if they are not."""
+    whole_reason: str = ""
+    """Reason why its requests are sent whole. Empty if they are sliced."""
+    why: str = ""
+    """The reason in a sentence, if there is more to say."""
+    slice_tokens: int | None = None
+    """Number of tokens of a slice. `None` if it is that of the settings."""
+    overhead_s: float | None = None
+    """Measured time to the first token of a continued slice."""
+    cached_share: float | None = None
+    """Share of the prompts of continued slices that is in the prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlicingStatus:
+    """State of the slices."""
+
+    slices: Mapping[str, int] = field(default_factory=dict)
+    """Answers to slices in this process by what followed: `continued`, `finished`, `restarted`."""
+    slice_tokens: int = 0
+    """Tokens that slices have generated."""
+    whole_requests: Mapping[str, int] = field(default_factory=dict)
+    """Long generations that were sent whole in this process, by the reason."""
+    sliced_models: Sequence[SlicedModelStatus] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,6 +467,7 @@ class Status:
     impact: ImpactStatus = field(default_factory=ImpactStatus)
     batching: BatchingStatus = field(default_factory=BatchingStatus)
     sequences: SequencesStatus = field(default_factory=SequencesStatus)
+    slicing: SlicingStatus = field(default_factory=SlicingStatus)
     models: ModelsStatus = field(default_factory=ModelsStatus)
     health: HealthStatus = field(default_factory=HealthStatus)
 

@@ -289,7 +289,10 @@ ROWS = {
         wrong=((), ("--from", "{url}", "--to", "{url}"), ("--from", "{url}", "--to", "http://h", "--live")),
         fields={
             "": {"queue", "copied", "found", "left_leased"},
-            "found": {"pending", "returned", "suspect", "sequenced", "waiting-for-model", "delayed", "dead"},
+            "found": {
+                *("pending", "returned", "suspect", "sequenced", "waiting-for-model", "started"),
+                *("delayed", "dead"),
+            },
         },
         uses_queue=False,
     ),

@@ -860,6 +860,28 @@ async def test_waiting_shows_the_missing_dispatcher_and_the_state_of_the_request
         assert re.search(r"^ *last attempt +the gateway answered 503$", described, re.MULTILINE)
 
 
+async def test_started_request_is_listed_before_others_of_its_priority(queue_server: Server) -> None:
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        await submit_requests(queue, "r-0", "r-1")
+        first, second = await claim_leases(queue, 2)
+        await queue.release([Release(first), Release(second, progress=b"part 1")])
+        (shown,) = (await run_verb_for_json(queue_server, "describe", "r-1"))["requests"]
+        assert (shown["state"], shown["queue_position"]) == ("started", 1)
+        assert shown["why"].startswith(
+            "a part of its answer was generated, so it goes before all others of its priority; "
+            "it is next in the queue; the gate: "
+        )
+        wait_output = await run_verb(queue_server, "result", "r-1", "--wait", "2100ms")
+        assert wait_output.stderr.splitlines()[0] == (
+            "waiting: its next slice: a part of its answer was generated"
+        )
+        listed = (await run_verb(queue_server, "list", "--state", "pending")).stdout
+        assert "was started, waits for its next slice" in listed
+        assert listed.index("r-1") < listed.index("r-0")
+        peeked = (await run_verb(queue_server, "peek")).stdout
+        assert peeked.index("r-1") < peeked.index("r-0")
+
+
 async def test_request_that_waits_for_its_model_is_shown_with_the_model(queue_server: Server) -> None:
     async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await submit_requests(queue, "r-1")

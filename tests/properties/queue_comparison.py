@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from hypothesis.stateful import (
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from dispatcher.core.requests.lanes import Lane
 from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
 from dispatcher.lab.memory_queue.entries import Location
 from dispatcher.ports import (
@@ -57,10 +59,11 @@ SORTED_SETS = (
         "waiting-for-model",
         "waiting-for-model:order",
         "waiting-for-model:counts",
+        "started",
     ),
     *("delayed", "delayed:order", "leases", "dead", "heartbeats", "sequences:turns", "sequences:closed-runs"),
 )
-HASHES = ("members", "entries", "owners", "control", "sequences", "sequences:conversations")
+HASHES = ("members", "entries", "owners", "control", "sequences", "sequences:conversations", "progress")
 """Suffixes of the hashes that are read after each step, as `SORTED_SETS` has those of the sets."""
 TICK_FIELDS = ("tick", f"tick:{NAMES.queue}")
 UNLEASED = Lease(0, "", b"", 0, 0, 0, 0, 0)
@@ -289,6 +292,7 @@ class QueueComparison(RuleBasedStateMachine):
         """Check all that must hold after each step."""
         self.check_each_request_is_stored_once(state)
         self.check_requests_waiting_for_models(state)
+        self.check_progress(state)
         self.check_units(state)
         self.check_heartbeats(state)
         self.check_results(state)
@@ -308,7 +312,8 @@ class QueueComparison(RuleBasedStateMachine):
 
     def find_redis_locations(self, state: dict[str, Any]) -> dict[int, tuple[str, bytes, float]]:
         """Return where each claimed request is stored in Redis. Fail if one is stored twice, or nowhere."""
-        waiting = (state[suffix] for suffix in ("returned", "suspects", "sequenced", "waiting-for-model"))
+        sets = ("returned", "suspects", "sequenced", "waiting-for-model", "started")
+        waiting = (state[suffix] for suffix in sets)
         returned = [item for items in waiting for item in items]
         order, members = state["delayed:order"], state["members"]
         entry_locations: list[tuple[int, str]] = []
@@ -353,6 +358,21 @@ class QueueComparison(RuleBasedStateMachine):
         counts = {name.decode(): count for name, count in state["waiting-for-model:counts"]}
         assert counts == Counter(entry.missing_model for entry in waiting_entries.values())
 
+    def check_progress(self, state: dict[str, Any]) -> None:
+        """Check that progress is stored for exactly the requests that have some, and that claims know of
+        it."""
+        entries = self.store.queue.entries.values()
+        assert {int(name): progress for name, progress in state["progress"].items()} == {
+            entry.id: entry.progress for entry in entries if entry.progress
+        }
+        assert {int(name[-16:]) for name, _ in state["started"]} == {
+            entry.id
+            for entry in entries
+            if entry.location is Location.RETURNED and entry.lane is Lane.STARTED
+        }
+        if state["progress"]:
+            assert f"progress:{NAMES.queue}".encode() in state["control"]
+
     def sum_redis_units(self) -> int:
         """Return the units of all leases in Redis, by their names."""
         leases = self.connections.raw.zrange(f"{NAMES.queue_prefix}:leases", 0, -1)
@@ -390,12 +410,19 @@ class QueueComparison(RuleBasedStateMachine):
     def check_queue_admins_agree(self, state: dict[str, Any]) -> None:
         """Check that both return the same next requests, ordered by score and then by bytes."""
 
-        async def read_queue(admin: Any) -> tuple[Any, list[bytes]]:
+        async def read_queue(admin: Any) -> tuple[Any, list[tuple[float, bytes]]]:
             return await admin.count_waiting_by_model(), list(await admin.peek_next(1000))
 
         loop = self.connections.loops[0]
         counts, next_members = loop.run_until_complete(read_queue(self.real[0]))
-        assert next_members == sorted(next_members)
+        ranks = [((score, True), score, name) for name, score in state[""]]
+        for suffix in ("returned", "suspects"):
+            ranks += [((score, True), score, name[:-17]) for name, score in state[suffix]]
+        # Started requests go before all others of their priority.
+        for name, score in state["started"]:
+            first = score if math.isinf(score) else score // SCORE_BAND * SCORE_BAND
+            ranks.append(((first, False), score, name[:-17]))
+        assert next_members == [(score, name) for _, score, name in sorted(ranks)]
         assert (counts, next_members) == loop.run_until_complete(read_queue(self.store))
         assert counts == {name.decode(): count for name, count in state["waiting-for-model:counts"]}
 

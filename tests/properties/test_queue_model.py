@@ -27,7 +27,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from dispatcher.core.requests.lanes import Lane
+from dispatcher.core.requests.lanes import Lane, rank_in_queue
 from dispatcher.core.requests.result import encode_answer
 from dispatcher.ports import (
     ClaimResult,
@@ -119,6 +119,7 @@ class QueueModel(QueueComparison):
         self.event_counts["leases"] += len(real.leases)
         self.event_counts["suspects"] += sum(lease.deliveries > 2 for lease in real.leases)
         self.event_counts["counted losses"] += sum(lease.deaths_as_suspect > 0 for lease in real.leases)
+        self.event_counts["claimed with progress"] += sum(lease.progress != b"" for lease in real.leases)
         self.event_counts["probes"] += real.shared.probing_owner is not None
         known = {pair.real.token for pair in self.held_leases[owner]}
         self.held_leases[owner] += [
@@ -135,6 +136,7 @@ class QueueModel(QueueComparison):
         suspects=st.integers(0, 2),
         lose_reply=reply_losses,
         assumed_units=st.sampled_from([0, 1, 1, 1, 2, 4]),
+        started=st.sampled_from([0, 1, 9, 9]),
     )
     def claim(
         self,
@@ -145,15 +147,17 @@ class QueueModel(QueueComparison):
         suspects: int,
         lose_reply: bool,
         assumed_units: int = 1,
+        started: int = 9,
     ) -> None:
         self.serial_number += 1
+        lanes = {Lane.SUSPECTS: suspects, Lane.STARTED: started}
         nonce = f"n-{self.serial_number}"
         self.nonces[owner] = (nonce, False)
         permit = self.make_permit(owner, limit, lag)
         real, twin = self.run_on_both(
             owner,
             lambda queue, _: queue.claim(
-                max_count, nonce, permit, max_per_lane={Lane.SUSPECTS: suspects}, assumed_units=assumed_units
+                max_count, nonce, permit, max_per_lane=lanes, assumed_units=assumed_units
             ),
             lose_reply,
         )
@@ -163,7 +167,9 @@ class QueueModel(QueueComparison):
             assert real.lease_counts.live_units <= limit
             assert real.lease_counts.live_units <= real.shared.limit
             assert not real.shared.is_paused
-            order = [(lease.score, lease.member) for lease in real.leases]
+            order = [
+                (rank_in_queue(lease.score, lease.lane), lease.score, lease.member) for lease in real.leases
+            ]
             assert order == sorted(order)
 
     @rule(owner=owners, lose_reply=reply_losses)
@@ -251,12 +257,14 @@ class QueueModel(QueueComparison):
                 "is_undelivered": st.booleans(),
                 "last_attempt": st.sampled_from(["", "reset", "ä"]),
                 "missing_model": st.sampled_from(["", "", "", "", "", *MODELS]),
+                "progress": st.sampled_from([None, None, None, b"", b"a", b"\0" * 70_000]),
             }
         )
         chosen = self.pick_leases(owner, data)
         flags_by_lease = [data.draw(flags) for _ in chosen]
         self.event_counts["delayed"] += sum(each["delay_s"] > 0 for each in flags_by_lease)
         self.event_counts["waiting for model"] += sum(each["missing_model"] != "" for each in flags_by_lease)
+        self.event_counts["progress stored"] += sum(bool(each["progress"]) for each in flags_by_lease)
         releases = [
             [
                 Release((pair.real, pair.twin)[which], **each)
@@ -307,6 +315,40 @@ class QueueModel(QueueComparison):
             self.sweep(owner, False)
         elif next_step == "expire":
             self.settle_unleased(owner, False)
+
+    @rule(
+        owner=owners,
+        number=st.integers(0, 2),
+        deadline=st.sampled_from([1000, 4 * 10**9]),
+        next_step=st.sampled_from(["", "expire", "dead-letter"]),
+    )
+    def start_requests(self, owner: int, number: int, deadline: int, next_step: str) -> None:
+        """Store progress of some requests, then claim them again, and expire them or accept them again from
+        the dead-letter set."""
+        self.submit(owner, number, deadline, False)
+        self.claim(owner, 6, 16, 0, 2, False)
+        chosen = self.held_leases[owner][-4:]
+        sides = [
+            [Release((pair.real, pair.twin)[which], progress=b"part") for pair in chosen] for which in (0, 1)
+        ]
+        real, twin = self.run_on_both(owner, lambda queue, which: queue.release(sides[which]))
+        assert list(real) == list(twin)
+        self.forget_leases(owner, chosen)
+        self.event_counts["progress stored"] += len(chosen)
+        if next_step == "expire":
+            self.settle_unleased(owner, False)
+            return
+        self.claim(owner, 6, 16, 0, 2, False)
+        if next_step != "dead-letter" or not (started := self.held_leases[owner][-2:]):
+            return
+        started.sort(key=lambda pair: pair.real.entry_id)
+        ends = [
+            [DeadLetter(Settlement((pair.real, pair.twin)[which], b"", ""), "why") for pair in started]
+            for which in (0, 1)
+        ]
+        real, twin = self.run_on_both(owner, lambda queue, which: queue.move_to_dead_letters(ends[which]))
+        assert list(real) == list(twin)
+        self.forget_leases(owner, started)
 
     @rule(
         owner=owners,
@@ -571,7 +613,8 @@ class QueueModel(QueueComparison):
             for one in twin
             if (entry := entries_by_location.get(one.location)) is not None
         )
-        assert {one.member for one in real} == {one.member for one in twin}
+        assert {(one.member, one.progress) for one in real} == {(one.member, one.progress) for one in twin}
+        self.event_counts["expired with progress"] += sum(one.progress != b"" for one in twin)
         items = [[(one, Settlement(UNLEASED, b"gone", "")) for one in side] for side in (real, twin)]
         done = self.run_on_both(owner, lambda queue, which: queue.settle_unleased(items[which]), lose_reply)
         assert done[0] == done[1]
@@ -591,6 +634,8 @@ class QueueModel(QueueComparison):
                 owner, lambda queue, which: (queue, self.store)[which].purge_dead(entries), lose_reply
             )
         else:
+            dead_entries = [found[0] for entry in entries if (found := self.store.queue.dead.get(entry))]
+            self.event_counts["requeued with progress"] += sum(one.progress != b"" for one in dead_entries)
             real, twin = self.run_on_both(
                 owner, lambda queue, which: (queue, self.store)[which].requeue_dead(entries, 4 * 10**9)
             )
@@ -627,6 +672,7 @@ EXPECTED_EVENTS = (
     *("replies lost", "done dead_letter=False", "done dead_letter=True", "lost dead_letter=False"),
     *("bad-list dead_letter=False", "lost by silent owners", "lost by ended owners", "clock stepped back"),
     *("units set", "too heavy", "waiting for model", "returned", "cancelled", "expired waiting for model"),
+    *("progress stored", "claimed with progress", "expired with progress", "requeued with progress"),
 )
 
 

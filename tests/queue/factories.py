@@ -12,8 +12,19 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dispatcher.core.gateway.outcome import Delivered
+from dispatcher.core.requests.lanes import Lane
 from dispatcher.core.requests.request import Request
-from dispatcher.ports import AttemptResult, ClaimResult, Lease, Permit, Queue, Settlement, Submission
+from dispatcher.ports import (
+    AttemptResult,
+    ClaimResult,
+    Lease,
+    Permit,
+    Queue,
+    Release,
+    Settlement,
+    SettleStatus,
+    Submission,
+)
 from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.owner import RedisQueue
@@ -137,3 +148,20 @@ async def queues(
             stack.push_async_callback(queue.aclose)
             made.append(queue)
         yield made
+
+
+STARTED = {Lane.STARTED: 1000}
+"""Room for started requests in a claim, as dispatchers have it."""
+
+
+async def start_requests(queue: OwnerAndAdmin, *names: str, progress: bytes = b"part 1") -> None:
+    """Submit these requests, claim them, and release them with progress."""
+    await queue.submit([submission(name, 4_000_000_000) for name in names])
+    leases = (await claim(queue, max_per_lane={})).leases
+    assert len(leases) == len(names)
+    releases = [Release(lease, progress=progress) for lease in leases]
+    assert await queue.release(releases) == [SettleStatus.DONE] * len(names)
+
+
+async def claim_started(queue: OwnerAndAdmin, max_count: int = 1000) -> list[Lease]:
+    return list((await claim(queue, max_count, max_per_lane=STARTED)).leases)

@@ -127,9 +127,9 @@ async def test_documented_keys_are_the_existing_keys(
         *cancels,
     }
 
-    await queue.submit([submission(f"r-{number}", token="t") for number in range(8)])
+    await queue.submit([submission(f"r-{number}", token="t") for number in range(9)])
     assert await queue.cancel_request("r-7", "t")
-    leases = (await claim(queue, 6)).leases
+    leases = (await claim(queue, 7)).leases
     await create_sequences_of_every_kind(queue)
     await queue.queue_admin.get_or_create_sequence_secret()
     await queue.cancel_sequence("z")
@@ -142,6 +142,7 @@ async def test_documented_keys_are_the_existing_keys(
         await client.zadd(f"{QWEN.queue_prefix}:leases", {f"{last.entry_id}:a": 0}, xx=True)
     await queue.sweep()
     await queue.release([Release(leases[4]), Release(leases[5], missing_model="m")])
+    await queue.release([Release(leases[6], progress=b"part 1")])
     await queue.submit([submission("waits")])
     await queue.pause("me", "why")
     await queue.mark_warm("qwen-v1", "10.0.0.1:8000")

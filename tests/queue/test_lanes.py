@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from pathlib import Path
 
@@ -13,8 +14,18 @@ from dispatcher.core.requests.found_request import LOCATION_BY_LANE
 from dispatcher.core.requests.lanes import Lane
 from dispatcher.core.sequences.decisions import SequenceTerms, TurnEnd, TurnGranted
 from dispatcher.core.sequences.turns import Turn
-from dispatcher.ports import Lease, Release
-from tests.queue.factories import NAMES, OwnerAndAdmin, answer, claim, queues, submission
+from dispatcher.ports import DeadLetter, Lease, Release
+from dispatcher.queue.keys import PROGRESS_KEYS
+from tests.queue.factories import (
+    NAMES,
+    OwnerAndAdmin,
+    answer,
+    claim,
+    claim_started,
+    queues,
+    start_requests,
+    submission,
+)
 from tests.queue.key_checks import assert_drained
 from tests.queue.servers import Server
 
@@ -240,4 +251,67 @@ async def test_keys_by_model_are_deleted_with_the_last_waiting_request(
     while (await queue.return_waiting_for_models(["m-0", "m-1", "m-2"])).remaining_count:
         pass
     await queue.settle([answer(lease) for lease in (await claim(queue, 1000, 10**6)).leases])
+    await assert_drained(client, NAMES, NAMES.result_list)
+
+
+async def run_requests(queue: OwnerAndAdmin, client: redis.asyncio.Redis) -> dict[str, int]:
+    """Let three requests without progress run. Return the number of commands of each step."""
+    await queue.submit([submission(f"plain-{number}", 3_000_000_000) for number in range(3)])
+    leases: list[Lease] = []
+
+    async def claim_plain(room: int) -> None:
+        leases[:] = (await claim(queue, 3, max_per_lane={Lane.SUSPECTS: 1, Lane.STARTED: room})).leases
+        assert [lease.score for lease in leases] == [3_000_000_000.0] * 3
+
+    counts = {"claim": await count_commands(client, claim_plain(0))}
+    counts["renew"] = await count_commands(client, queue.renew(leases))
+    counts["release"] = await count_commands(client, queue.release([Release(each) for each in leases]))
+    counts["claim again"] = await count_commands(client, claim_plain(0))
+    counts["sweep"] = await count_commands(client, queue.sweep())
+    counts["settle"] = await count_commands(client, queue.settle([answer(each) for each in leases]))
+    return counts
+
+
+async def test_no_step_touches_progress_without_requests_that_have_some(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis
+) -> None:
+    await run_requests(queue, client)  # loads the scripts
+    async with client.monitor() as monitor:
+        await queue.submit([submission(f"r-{number}") for number in range(4)])
+        leases = await claim_started(queue)
+        await queue.renew(leases)
+        await queue.release([Release(leases[0]), Release(leases[1], delay_s=60)])
+        await queue.sweep()
+        await queue.settle([answer(leases[2])])
+        await queue.move_to_dead_letters([DeadLetter(answer(leases[3]), "why")])
+        await claim_started(queue)
+        await client.set("the-end", "", ex=60)
+        touched = set()
+        async with asyncio.timeout(10):
+            async for event in monitor.listen():
+                if "the-end" in event["command"]:
+                    break
+                # Commands of scripts only, because each call of a script names all keys.
+                if event["client_type"] == "lua":
+                    touched |= set(event["command"].split())
+    assert f"{NAMES.queue_prefix}:entries" in touched
+    assert not touched & {f"{NAMES.queue_prefix}:{suffix}" for suffix, _ in PROGRESS_KEYS.values()}
+
+
+async def test_started_requests_cost_other_requests_next_to_nothing(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis
+) -> None:
+    await run_requests(queue, client)  # loads the scripts
+    alone = await run_requests(queue, client)
+    await start_requests(queue, *(f"r-{number:03}" for number in range(250)))
+    beside = await run_requests(queue, client)
+    same = ("release", "settle")
+    assert {step: beside[step] for step in same} == {step: alone[step] for step in same}
+    # The types of two keys.
+    assert all(beside[step] <= alone[step] + 2 for step in alone)
+    for lease in await claim_started(queue):
+        await queue.settle([answer(lease)])
+    await queue.sweep()
+    assert not await client.hexists(f"{NAMES.queue_prefix}:control", f"progress:{NAMES.queue}")
+    assert await run_requests(queue, client) == alone
     await assert_drained(client, NAMES, NAMES.result_list)

@@ -22,7 +22,7 @@ from dispatcher.ports import (
     SettleStatus,
     Submission,
 )
-from dispatcher.queue.keys import WAITING_FOR_MODEL_KEYS
+from dispatcher.queue.keys import PROGRESS_KEYS, WAITING_FOR_MODEL_KEYS
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.owner import RedisQueue
 from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
@@ -30,13 +30,16 @@ from dispatcher.queue.redis.scripts import ScriptRunner
 from dispatcher.telemetry.events import Event, divert_events
 from tests.queue.factories import (
     NAMES,
+    STARTED,
     OwnerAndAdmin,
     answer,
     claim,
     claim_one,
+    claim_started,
     ids,
     member,
     queues,
+    start_requests,
     submission,
 )
 from tests.queue.key_checks import assert_drained, assert_only_known_keys
@@ -541,3 +544,56 @@ async def test_dead_requests_beyond_dead_max_are_dropped_oldest_first_and_report
     assert await client.llen(NAMES.result_list) == 5
     await client.delete(NAMES.result_list)
     await assert_drained(client, NAMES)
+
+
+@pytest.mark.parametrize("key", [suffix for suffix, _ in PROGRESS_KEYS.values()])
+async def test_foreign_key_of_progress_stops_steps_before_their_first_write(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis, key: str
+) -> None:
+    await start_requests(queue, "r-1", "r-2", "r-3")
+    dead, running = await claim_started(queue, 2)
+    await queue.move_to_dead_letters([DeadLetter(answer(dead), "why")])
+    await queue.submit([submission("plain", 3_000_000_000)])
+    (plain,) = (await claim(queue, max_per_lane={})).leases
+    at = f"{NAMES.queue_prefix}:{key}"
+    await client.rename(at, "aside")
+    await client.set(at, "someone's")
+    before = await dump(client)
+    steps: list[Any] = [
+        lambda: claim(queue, max_per_lane=STARTED),
+        lambda: queue.release([Release(running)]),
+        lambda: queue.release([Release(plain, progress=b"p")]),
+        lambda: queue.sweep(),
+        lambda: queue.requeue_dead([dead.entry_id], 4_000_000_000),
+        lambda: queue.return_waiting_for_models(["m"]),
+    ]
+    for act in steps:
+        with pytest.raises(QueueUnavailableError, match=f"{key} holds a string, not a"):
+            await act()
+    assert await dump(client) == before
+    assert await queue.release([Release(plain)]) == [SettleStatus.DONE], "its request has no progress"
+    assert await queue.settle([answer(running)]) == [SettleStatus.DONE]
+    await client.rename("aside", at)
+    assert len(await claim_started(queue)) == 2
+
+
+async def test_lost_progress_lets_the_request_start_again(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis
+) -> None:
+    await start_requests(queue, "r-1")
+    await client.delete(NAMES.progress_key)
+    await queue.sweep()
+    (lease,) = await claim_started(queue)
+    assert lease.progress == b""
+    assert await queue.settle([answer(lease)]) == [SettleStatus.DONE]
+
+
+async def test_dropped_dead_request_loses_its_progress(
+    any_server: Server, client: redis.asyncio.Redis
+) -> None:
+    async with queues(any_server.url, "a", dead_max=1) as (queue,):
+        await start_requests(queue, "r-1", "r-2")
+        for lease in await claim_started(queue):
+            await queue.move_to_dead_letters([DeadLetter(answer(lease), "why")])
+        (kept,) = await queue.list_dead(9)
+    assert await client.hkeys(NAMES.progress_key) == [b"%d" % kept.entry_id]

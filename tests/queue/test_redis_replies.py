@@ -18,7 +18,7 @@ from dispatcher.core.limit.budget import Policy, Reading, Reason, Signal
 from dispatcher.core.limit.limiter import Limiter
 from dispatcher.core.requests.request import Rejection, parse_member
 from dispatcher.dispatch import Dispatcher, Journal, Options
-from dispatcher.ports import DeadLetter, Lease, QueueUnavailableError, SettleStatus
+from dispatcher.ports import DeadLetter, Lease, QueueUnavailableError, Release, SettleStatus
 from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis.connect import QueueUrlError, connect
 from dispatcher.queue.redis.owner import RedisQueue
@@ -28,13 +28,16 @@ from dispatcher.telemetry.events import Event, divert_events
 from dispatcher.telemetry.metrics import Metrics
 from tests.queue.factories import (
     NAMES,
+    STARTED,
     InstantGateway,
     OwnerAndAdmin,
     answer,
     claim,
+    claim_started,
     member,
     permit,
     queues,
+    start_requests,
     submission,
 )
 from tests.queue.faulty_relay import Relay, relay
@@ -426,3 +429,44 @@ def test_scripts_are_read_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(names) > 15
     for name in names:
         assert lua_scripts.load_script(name).text
+
+
+async def test_progress_that_the_server_does_not_take_is_left_out(small_value_server: Server) -> None:
+    with small_value_server.client() as blocking:
+        blocking.flushall()
+    async with queues(small_value_server.url, "a") as (queue,):
+        await start_requests(queue, "r-1", "r-2", "r-3")
+        first, second, third = await claim_started(queue)
+        large = b"x" * (2 * MEGABYTE)
+        releases = [
+            Release(first, progress=b"small"),
+            Release(second, progress=large, is_failed_attempt=True),
+            Release(third, is_failed_attempt=True),
+        ]
+        assert await queue.release(releases) == [SettleStatus.DONE] * 3
+        found = [(lease.progress, lease.failed_attempts) for lease in await claim_started(queue)]
+        assert found == [(b"small", 0), (b"part 1", 1), (b"part 1", 1)]
+
+
+async def test_large_progress_gets_a_longer_timeout(relayed_server: Relay) -> None:
+    """The transfer takes 1.5 s, and the timeout of a call is 1 s."""
+    async with queues(relayed_server.url, "a", attempt_timeout_s=1.0) as (queue,):
+        await queue.submit([submission("r-1")])
+        (lease,) = await claim_started(queue)
+        relayed_server.bytes_per_s = 1.3e6
+        progress = b"x" * 2_000_000
+        assert await queue.release([Release(lease, progress=progress)]) == [SettleStatus.DONE]
+        (lease,) = await claim_started(queue)
+        assert lease.progress == progress
+
+
+async def test_request_whose_progress_cannot_be_transferred_starts_again(relayed_server: Relay) -> None:
+    async with queues(relayed_server.url, "a", attempt_timeout_s=1.0) as (queue,):
+        await start_requests(queue, "r-1", progress=b"x" * 1_100_000)
+        relayed_server.mute = 65_536
+        for _ in range(2):
+            with pytest.raises(QueueUnavailableError, match="in time"):
+                await queue.claim(10, "nonce", permit(), max_per_lane=STARTED)
+        (lease,) = (await queue.claim(10, "nonce", permit(), max_per_lane=STARTED)).leases
+        assert (lease.progress, b"r-1" in lease.member) == (b"", True)
+        assert not queue._failed_transfers

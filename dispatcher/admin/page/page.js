@@ -659,6 +659,7 @@ function queue() {
     ["Deadlines at risk", maybe(status.at_risk, count), status.at_risk ? "wrong" : ""],
     ["Ended per second", maybe(status.service_rate, count)],
     ...sequences(status.sequences || {}),
+    ...(status.started ? [["Wait for their next slice", count(status.started)]] : []),
   ]);
 }
 

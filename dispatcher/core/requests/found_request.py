@@ -10,7 +10,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from dispatcher.core.requests.lanes import Lane
+from dispatcher.core.requests.lanes import Lane, rank_in_queue
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -76,6 +76,11 @@ class FoundRequest:
     """Reason why the request is dead. For other requests, the result of the last failed attempt."""
     missing_model: str = ""
     """Model for which the request waits."""
+
+    @property
+    def rank(self) -> tuple[float, bool]:
+        """Rank of a waiting request among those at other locations (`lanes.rank_in_queue`)."""
+        return rank_in_queue(self.score, Lane.STARTED if self.location is RequestLocation.STARTED else None)
 
     def make_copy_id(self, queue: str) -> str:
         """Return the id of the request for the queue it is copied to. The id is unique among all requests of

@@ -17,6 +17,8 @@ import enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from dispatcher.core.requests.score import floor_to_priority
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -74,6 +76,11 @@ def choose_lane(
     if deaths >= SUSPECT_DEATHS:
         return Lane.SUSPECTS
     return Lane.STARTED if has_progress else None
+
+
+def rank_in_queue(score: float, lane: Lane | None) -> tuple[float, bool]:
+    """Return what orders requests of different lanes: started ones go before all others of their priority."""
+    return (floor_to_priority(score), False) if lane is Lane.STARTED else (score, True)
 
 
 def shorten_model_name(model: str) -> str:

@@ -24,6 +24,8 @@ class QueueCounts:
     sequence_counters: SequenceCounters = field(default_factory=SequenceCounters, repr=False, compare=False)
     waiting_for_model: int = field(default=0, repr=False, compare=False)
     """Number of pending requests that wait for a model."""
+    started: int = field(default=0, repr=False, compare=False)
+    """Number of pending requests of which slices have been generated."""
 
     @property
     def claimable_count(self) -> int:

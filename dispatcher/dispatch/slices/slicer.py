@@ -88,6 +88,11 @@ class Slicer:
         self._token_header = options.sequences.token_header.lower()
         self.support.judges_cost = options.slicing.judges_cost
 
+    @property
+    def measures_size(self) -> bool:
+        """True if the size of slices is chosen by measurements."""
+        return self._options.is_on and self._options.measures_size
+
     # ── plan ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def apply(self, requests: list[ClaimedRequest]) -> None:
@@ -131,7 +136,7 @@ class Slicer:
         if self._is_merged(request):
             return WholeReason.MERGED
         counts = self._access.view.counts
-        if counts is not None and getattr(counts, "started", 0) >= self._options.max_started:
+        if counts is not None and counts.started >= self._options.max_started:
             return WholeReason.TOO_MANY_STARTED
         return None
 

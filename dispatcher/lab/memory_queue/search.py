@@ -13,10 +13,9 @@ from dispatcher.core.requests.found_request import (
     SearchTerms,
     encode_spellings,
 )
-from dispatcher.core.requests.lanes import Lane
 from dispatcher.core.requests.request import Request, parse_member
 from dispatcher.lab.memory_queue.entries import NEVER_CLAIMED, Entry, Location
-from dispatcher.lab.memory_queue.state import QueueState, rank_in_queue
+from dispatcher.lab.memory_queue.state import QueueState
 
 
 def list_requests(queue: QueueState, state: RequestLocation, max_count: int, after: str) -> LookupPage:
@@ -50,16 +49,9 @@ def count_ahead(queue: QueueState, request: FoundRequest) -> int | None:
     if mine is None:
         return None
     return sum(
-        _sort_key(each) < _sort_key(mine)
-        if each.location is mine.location
-        else _rank(each) < _rank(mine)
-        and (each.score < mine.score or each.location is RequestLocation.STARTED)
+        _sort_key(each) < _sort_key(mine) if each.location is mine.location else each.rank < mine.rank
         for each in waiting
     )
-
-
-def _rank(request: FoundRequest) -> tuple[float, bool]:
-    return rank_in_queue(request.score, Lane.STARTED if request.location is RequestLocation.STARTED else None)
 
 
 def restore_requests(target: QueueState, queue: str, requests: Sequence[FoundRequest]) -> int:

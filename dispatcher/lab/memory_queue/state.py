@@ -16,21 +16,16 @@ from dataclasses import replace
 
 import msgspec
 
-from dispatcher.core.requests.lanes import CLOSED_LANES, Lane
+from dispatcher.core.requests.lanes import CLOSED_LANES, Lane, rank_in_queue
 from dispatcher.core.requests.oversize import MAX_ENVELOPE_BYTES, cut_member
 from dispatcher.core.requests.result import NOT_A_LIST
-from dispatcher.core.requests.score import PRIORITIES, PRIORITY_STEP, decode_deadline, floor_to_priority
+from dispatcher.core.requests.score import PRIORITIES, PRIORITY_STEP, decode_deadline
 from dispatcher.core.sequences.decisions import SequenceCounts
 from dispatcher.core.sequences.rules import SequenceTable
 from dispatcher.lab.memory_queue.entries import NEVER_CLAIMED, Entry, EntryHeap, Location, ModelWaitIndex
 from dispatcher.lab.memory_queue.model_registry import MemoryModelRegistry
 from dispatcher.ports import Lease, Overload, Permit, QueueCounts, QueueUnavailableError
 from dispatcher.queue.keys import QueueNames
-
-
-def rank_in_queue(score: float, lane: Lane | None) -> tuple[float, bool]:
-    """Return what orders requests of different lanes: started ones go before all others of their priority."""
-    return (floor_to_priority(score), False) if lane is Lane.STARTED else (score, True)
 
 
 class LeaseRecord(msgspec.Struct):
@@ -214,6 +209,7 @@ class QueueState:
             ),
             sequence_counters=replace(self.sequences.counters),
             waiting_for_model=self.count_by_lane[Lane.WAITING_FOR_MODEL],
+            started=self.count_by_lane[Lane.STARTED],
         )
 
     @property

@@ -14,7 +14,7 @@ if recorded then return cmsgpack.unpack(recorded) end
 local now = current_time()
 local SETS = {D = DELAYED_ORDER}
 for number, letter in ipairs(WAITING_LETTERS) do SETS[letter] = WAITING_SETS[number] end
-local live, seen = {}, {}
+local live, seen, has_started = {}, {}, false
 for _, item in ipairs(items) do
   item.status = LOST
   local is_there
@@ -32,11 +32,13 @@ for _, item in ipairs(items) do
     live[#live + 1] = item
     if item.turn_end or item.state and item.state[SLOT] then load_shared() end
     if item.state and item.state[MODEL_WAIT] then waiting_models.check_types() end
+    has_started = has_started or item.state and item.state[PROGRESS_BYTES]
   end
 end
 
 if #live > 0 then
-  if shared_state then check_progress_types_if_used() end -- the turn of an entry with progress may come
+  if has_started then check_progress_types()
+  elseif shared_state then check_progress_types_if_used() end -- the turn of an entry with progress may come
   begin_writes()
   write_results(live, ttl_s, now)
   for _, item in ipairs(live) do

@@ -376,18 +376,27 @@ class RedisQueue:
         return statuses
 
     async def _release_batch(self, batch: Sequence[Release]) -> list[SettleStatus]:
-        """Release a batch. If a reachable server does not take it with the progress in it, release it
-        without, because a lease whose release fails would count as a death when it runs out."""
+        """Release a batch. If a reachable server does not take it because of the progress in it, release its
+        requests one by one."""
         try:
             return await script_calls.release(self.backend, batch)
         except CallFailedError:
-            if not any(each.stored_progress for each in batch):
+            if not any(each.stored_progress for each in batch) or not await self._is_responding():
                 raise
-            if not await self.backend.scripts.is_responding(self.names.queue):
+        return [status for each in batch for status in await self._release_one(each)]
+
+    async def _release_one(self, release: Release) -> list[SettleStatus]:
+        """Release a request, without its progress if a reachable server does not take it: a lease whose
+        release fails again and again would run out and count as a death."""
+        try:
+            return await script_calls.release(self.backend, [release])
+        except CallFailedError:
+            if not release.stored_progress or not await self._is_responding():
                 raise
-        if len(batch) > 1:
-            return [status for each in batch for status in await self._release_batch([each])]
-        return await script_calls.release(self.backend, [replace(batch[0], progress=None)])
+        return await script_calls.release(self.backend, [replace(release, progress=None)])
+
+    async def _is_responding(self) -> bool:
+        return await self.backend.scripts.is_responding(self.names.queue)
 
     async def return_waiting_for_models(self, models: Sequence[str]) -> ReturnedRequests:
         moved = left = 0

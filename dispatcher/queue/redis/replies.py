@@ -244,13 +244,14 @@ def decode_overdue(reply: Reply) -> OverdueReply:
 
 
 def decode_counts(backend: Backend, reply: Reply) -> QueueCounts:
-    now, pending, leased, delayed, dead, units, shared, parked, waiting, awaiting_model = reply.value
+    now, pending, leased, delayed, dead, units, shared, parked, *lanes = reply.value
+    waiting, awaiting_model, started = lanes
     backend.observe_clock(reply, now)
     values = msgspec.msgpack.decode(shared) if shared else []
     active, held, aborted = (int(values[at]) for at in (1, 9, 10)) if values else (0, 0, 0)
     counts = SequenceCounts(active, parked, held, aborted, waiting)
     counters = SequenceCounters(*values[_COUNTERS])
-    return QueueCounts(pending, leased, delayed, dead, units, counts, counters, awaiting_model)
+    return QueueCounts(pending, leased, delayed, dead, units, counts, counters, awaiting_model, started)
 
 
 def decode_queue_snapshot(backend: Backend, reply: Reply) -> QueueSnapshot:

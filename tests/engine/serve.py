@@ -1,0 +1,36 @@
+"""Program that serves a GGUF model by llama.cpp on a free port of 127.0.0.1, and prints its address.
+
+python -m tests.engine.serve model.gguf
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from xllamacpp import CommonParams, Server
+
+from tests.support import die_with_parent
+
+
+def serve(model: str) -> None:
+    """Serve the model until this process is stopped."""
+    params = CommonParams()
+    params.model.path = model
+    params.hostnames, params.port = ["127.0.0.1"], 0
+    params.n_parallel = 1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    # Each token is computed in a batch of its own. Otherwise the numbers of a token in the prompt differ
+    # slightly from those of the same token when it was generated. With llama.cpp's defaults and no cached
+    # prompt, this changed 18 of 400 texts of 100 tokens.
+    params.n_ubatch = 1
+    params.warmup = False
+    params.verbosity = 1
+    server = Server(params)
+    print(server.listening_address, flush=True)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    serve(sys.argv[1])
