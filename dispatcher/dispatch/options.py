@@ -12,6 +12,7 @@ from dispatcher.core.requests.headers import SESSION_TOKEN
 from dispatcher.core.sequences.decisions import SequenceTerms
 from dispatcher.core.sequences.turns import CarryMode
 from dispatcher.core.slices.eligibility import SliceTerms
+from dispatcher.core.slices.size import SPREAD
 
 if TYPE_CHECKING:
     from dispatcher.core.merging.grouping import BatchRule
@@ -39,6 +40,9 @@ class SliceOptions:
 
     is_on: bool = False
     terms: SliceTerms = field(default_factory=SliceTerms)
+    spread: float = SPREAD
+    """Share of the number of tokens by which slices are shorter or longer, so that those that started
+    together do not end together."""
     measures_size: bool = False
     """True to choose the number of tokens of a slice by what it costs to continue a generation."""
     judges_cost: bool = True

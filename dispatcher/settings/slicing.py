@@ -28,7 +28,8 @@ class SlicingSettings(Section):
         None,
         ge=1,
         le=1_000_000,
-        description="Number of tokens of a slice. `auto`: the smallest of "
+        description="Average number of tokens of a slice. Each has up to half of it more or less, so that "
+        "slices that started together do not end together. `auto`: the smallest of "
         f"{', '.join(map(str, SIZES))} at which a continued slice spends at most {MAX_OVERHEAD:.0%} of its "
         f"time before its first token, as measured for each model; {DEFAULT_SIZE} until then.",
     )

@@ -21,9 +21,23 @@ MEASURE_EVERY = 25
 """Number of continued slices of which one measures the overhead."""
 MEASURE_TOKENS = 4
 """Number of tokens of a slice that measures."""
+SPREAD = 0.5
+"""Default of the share of the size by which slices are shorter or longer."""
 MIN_SAMPLES = 5
 """Number of measurements before the size changes."""
 _WINDOW = 32
+_GOLDEN_RATIO = (5**0.5 - 1) / 2
+
+
+def vary_tokens(size: int, number: int, spread: float = SPREAD) -> int:
+    """Return the number of tokens of the slice with this number. It is `size` on average, and differs from it by
+    up to `spread` × `size`.
+
+    Slices of equal size that once started together would end together each time, and a realtime request that
+    arrives in between would wait as long as a slice takes. Multiples of the golden ratio are spread evenly,
+    however many of them there are.
+    """
+    return max(1, round(size * (1 - spread + 2 * spread * (number * _GOLDEN_RATIO % 1))))
 
 
 class SizeEstimator:

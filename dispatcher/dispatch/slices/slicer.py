@@ -23,6 +23,7 @@ from dispatcher.core.slices.bodies import build_slice_body, compute_slice_tokens
 from dispatcher.core.slices.eligibility import Generation, WholeReason, check_generation
 from dispatcher.core.slices.equality import Continuation
 from dispatcher.core.slices.progress import Progress, Stage, decode_progress
+from dispatcher.core.slices.size import MEASURE_TOKENS, vary_tokens
 from dispatcher.core.slices.support import ModelKey, ModelSupport, SupportTable
 from dispatcher.dispatch.queue_access import loop_time
 from dispatcher.telemetry.events import Event, emit
@@ -80,6 +81,8 @@ class Slicer:
         self._is_merged = is_merged
         self._slices: dict[str, _Slice] = {}
         """Sliced requests by the token of their lease."""
+        self._slice_number = 0
+        """Number of slices that were sent."""
         self.reconfigure(options)
 
     def reconfigure(self, options: Options) -> None:
@@ -176,10 +179,8 @@ class Slicer:
         generation, support = planned.generation, self.support.get_support(planned.key)
         if not self._options.is_on:
             slice_tokens = generation.max_tokens
-        elif self._options.measures_size:
-            slice_tokens = support.size.choose_tokens(is_continued=progress is not None)
         else:
-            slice_tokens = self._options.terms.slice_tokens
+            slice_tokens = self._choose_slice_tokens(support, is_continued=progress is not None)
         planned.asked_tokens = compute_slice_tokens(generation, progress, slice_tokens)
         wants_token_ids = (
             support.continuation is Continuation.TOKEN_IDS if progress is None else bool(progress.token_ids)
@@ -187,6 +188,15 @@ class Slicer:
         body = build_slice_body(generation, progress, planned.asked_tokens, wants_token_ids=wants_token_ids)
         failed_attempts = attempt.leases[0].lease.failed_attempts
         return replace(request, payload=body, session=self._build_session(request, progress, failed_attempts))
+
+    def _choose_slice_tokens(self, support: ModelSupport, *, is_continued: bool) -> int:
+        size = self._options.terms.slice_tokens
+        if self._options.measures_size:
+            size = support.size.choose_tokens(is_continued=is_continued)
+            if size == MEASURE_TOKENS:
+                return size
+        self._slice_number += 1
+        return vary_tokens(size, self._slice_number, self._options.spread)
 
     def _send_whole(self, attempt: Attempt) -> Request:
         del self._slices[attempt.token]

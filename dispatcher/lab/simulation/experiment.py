@@ -18,6 +18,7 @@ from math import inf
 
 from dispatcher.core.limit.budget import Reason, round_down
 from dispatcher.core.limit.utilization import UtilizationMeter
+from dispatcher.core.slices.size import vary_tokens
 from dispatcher.lab.simulation import policies, virtual_loop
 from dispatcher.lab.simulation.dispatcher_policy import DispatcherPolicy
 from dispatcher.lab.simulation.scenario import Scenario
@@ -190,6 +191,7 @@ class _Experiment:
         self._token_rng = random.Random(f"{scenario.seed}/batch")
         self._returned: deque[_BatchRequest] = deque()
         """Requests that have to be sent again, next ones first."""
+        self._slice_number = 0
         self._jitter_rng = random.Random(f"{scenario.seed}/scrapes")
         self._loss_rng = random.Random(f"{scenario.seed}/lost")
         self._scrape_count = 0
@@ -254,14 +256,14 @@ class _Experiment:
         self._policy.record_sent(now)
         scenario, batch = self._scenario, self._scenario.batch
         request = (
-            self._returned.popleft()
-            if self._returned
-            else _BatchRequest(batch.draw_tokens(self._token_rng))
+            self._returned.popleft() if self._returned else _BatchRequest(batch.draw_tokens(self._token_rng))
         )
         if scenario.slice_tokens is None:
             job = batch.make_job(request.tokens)
         else:
-            job = scenario.make_call(request.tokens, request.generated_tokens, scenario.slice_tokens)
+            self._slice_number += 1
+            max_tokens = vary_tokens(scenario.slice_tokens, self._slice_number)
+            job = scenario.make_call(request.tokens, request.generated_tokens, max_tokens)
         self._transport.send_job(job, partial(self._handle_end, request, job))
 
     def _handle_end(self, request: _BatchRequest, job: Job, end: JobEnd) -> None:

@@ -25,8 +25,10 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 
 def build_options(slice_tokens: int = 20, **changes: Any) -> Options:
+    """Return options for slices that all have the same size, unless `spread` is given."""
     terms = SliceTerms(slice_tokens, slice_tokens + 1, (CHAT, COMPLETION))
-    return Options(RetryPolicy(), slicing=SliceOptions(is_on=True, terms=terms, **changes))
+    slicing = {"is_on": True, "terms": terms, "spread": 0.0} | changes
+    return Options(RetryPolicy(), slicing=SliceOptions(**slicing))
 
 
 def build_payload(path: str, number: int = 1, max_tokens: int = 100, **fields: Any) -> bytes:
@@ -105,6 +107,17 @@ def test_long_generation_is_sent_in_slices_and_has_the_answer_of_one_call(path: 
     assert result.slices >= 5
     assert len(sliced) >= result.slices
     assert "token_ids" not in result.payload
+
+
+def test_slices_of_a_request_differ_in_size() -> None:
+    options = build_options(spread=0.5, skips_check=True)
+    _, gateway, _ = run_one(
+        COMPLETION, build_payload(COMPLETION), GenerationConfig(end_probability=0.0), options
+    )
+    sizes = [call.max_tokens for call in gateway.calls]
+    assert sum(sizes) >= 100
+    assert len(set(sizes)) >= 4
+    assert max(sizes) <= 30
 
 
 def test_model_is_checked_once_before_its_first_slice() -> None:
@@ -260,6 +273,6 @@ def test_random_requests_cut_everywhere_have_the_answers_of_single_calls() -> No
                     print(config, size, path, payload, got, expected, sep="\n")
                     differing += 1
 
-        run_in_scene(check, gateway, build_options(size))
+        run_in_scene(check, gateway, build_options(size, spread=0.5))
     assert not differing
     assert sliced > 50
