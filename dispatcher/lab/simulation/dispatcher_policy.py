@@ -191,9 +191,7 @@ class DispatcherPolicy(Policy):
         self._gateway = (
             SimulatedGateway(transport, self._make_job, scenario.seconds)
             if scenario.slice_tokens is None
-            else SimulatedGateway(
-                transport, self._make_slice, scenario.seconds, sliced_requests.build_answer
-            )
+            else SimulatedGateway(transport, self._make_slice, scenario.seconds, sliced_requests.build_answer)
         )
         self._token_rng = random.Random(f"{scenario.seed}/batch")
         self._submitted = 0

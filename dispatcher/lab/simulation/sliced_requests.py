@@ -1,7 +1,7 @@
 """Batch requests that the simulated dispatcher sends in slices, and the answers of the simulated servers.
 
-The prompt of a request is the number of tokens that the servers will generate for it, and each generated token
-is one character. So the prompt of a later slice says how many tokens the slices before have generated.
+The prompt of a request is the number of tokens that the servers will generate for it, and the text of each
+token is one dot. So the dots in the prompt of a later slice say how many tokens there are already.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ PATH = "/v1/completions"
 PAYLOAD_TEMPLATE = b'{"prompt":"%d","max_tokens":"%d"}'
 """Template of the payload of a request, filled in twice with its number of tokens. The second one becomes a
 number."""
-_TOKEN = "."
-"""Text of each generated token."""
+_DOT = b"."
 _ANSWER_TEMPLATE = (
     b'{"id":"%b","object":"text_completion","created":1,"model":"m",'
     b'"choices":[{"index":0,"text":"%b","finish_reason":"length"}],'
@@ -48,14 +47,14 @@ def parse_payload(payload: bytes) -> tuple[int, int, int]:
     """Return the number of tokens of the whole request, the number of those that were generated before, and
     the maximum for this call."""
     body = _decode(payload)
-    number = body.prompt.rstrip(_TOKEN)
+    number = body.prompt.rstrip(_DOT.decode())
     return int(number), len(body.prompt) - len(number), body.max_tokens
 
 
 def build_answer(request: Request, job: Job) -> bytes:
     """Return the answer to a slice."""
     prompt_tokens = BATCH_CONTEXT + job.earlier_tokens
-    text = _TOKEN.encode() * job.tokens
+    text = _DOT * job.tokens
     return _ANSWER_TEMPLATE % (
         request.id.encode(),
         text,
