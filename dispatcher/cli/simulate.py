@@ -19,6 +19,7 @@ from dispatcher.lab.simulation.scenario import (
     MAX_EXACT_S,
     MIN_JOBS_PER_POD,
     MIN_JOBS_PER_POD_WHEN_SET,
+    SLICE_OVERHEAD_S,
     TIME_STEP_S,
     Order,
     Scenario,
@@ -114,8 +115,13 @@ def simulate(
         typer.Option(min=1, help="Number of runs at once. Default: one per core.", show_default=False),
     ] = None,
     policy: Annotated[
-        str, typer.Option(help=f"all, or some of {', '.join(PolicyName)}; separated by commas.")
-    ] = "dispatcher,none",
+        str | None,
+        typer.Option(
+            help=f"all, or some of {', '.join(PolicyName)}; separated by commas. Default: dispatcher,none; "
+            "with --slice also whole, the dispatcher without slices.",
+            show_default=False,
+        ),
+    ] = None,
     seconds: Annotated[
         float | None,
         typer.Option(
@@ -166,6 +172,29 @@ def simulate(
         float | None,
         typer.Option(min=0.001, help="Duration of a batch request in an empty pool, instead of tokens."),
     ] = None,
+    slice_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--slice",
+            min=1,
+            help="Send batch requests in slices of this many tokens on average. Default: each in one call.",
+            show_default=False,
+        ),
+    ] = None,
+    slice_overhead: Annotated[
+        float,
+        typer.Option(
+            min=0.0, help="With --slice: seconds to the first token of each continued slice in an empty pool."
+        ),
+    ] = SLICE_OVERHEAD_S,
+    evict: Annotated[
+        bool,
+        typer.Option(
+            "--evict",
+            help="The EPP stops the newest batch request of a pod for a realtime request that finds no free "
+            "slot there. Its tokens are lost.",
+        ),
+    ] = False,
     transit_time: Annotated[
         float | None,
         typer.Option(
@@ -284,7 +313,9 @@ def simulate(
     from dispatcher.lab.simulation import plot as picture
 
     # Check these options before the trace is read, which takes longer.
-    names = _parse_policies(policy)
+    names = _parse_policies(policy, has_slices=slice_tokens is not None)
+    if slice_tokens is not None and batch_seconds is not None:
+        raise exit_error("--slice needs requests with tokens: leave out --batch-seconds", 2)
     try:
         bounds = parse_target(target) if target is not None else []
         swept = (
@@ -345,6 +376,9 @@ def simulate(
         replicas=replicas,
         deaths=kill or (),
         lease_s=lease,
+        slice_tokens=slice_tokens,
+        slice_overhead_s=slice_overhead,
+        evicts=evict,
     )
     setting, coarse = _choose_precision(setting, time_step, requests_per_job)
     if setting.uses_pressure_score_only:
@@ -412,15 +446,20 @@ def _choose_length(wanted_s: float | None, available_s: float) -> float:
     return wanted_s if wanted_s is not None else max(1.0, float(round(available_s)))
 
 
-def _parse_policies(policies: str) -> Sequence[PolicyName]:
+def _parse_policies(policies: str | None, *, has_slices: bool) -> Sequence[PolicyName]:
+    if policies is None:
+        policies = "dispatcher,whole,none" if has_slices else "dispatcher,none"
     if policies.strip() == "all":
-        return list(PolicyName)
+        return [name for name in PolicyName if has_slices or name is not PolicyName.WHOLE]
     try:
-        return [PolicyName(name.strip()) for name in policies.split(",")]
+        names = [PolicyName(name.strip()) for name in policies.split(",")]
     except ValueError:
         raise exit_error(
             f"--policy {policies}: no such policy; there are all, {', '.join(PolicyName)}", 2
         ) from None
+    if PolicyName.WHOLE in names and not has_slices:
+        raise exit_error("--policy whole: without --slice, dispatcher sends requests whole as well", 2)
+    return names
 
 
 def _parse_pairs(option: str, values: Sequence[str] | None) -> list[tuple[float, float]]:

@@ -25,7 +25,12 @@ from dispatcher.lab.standin.trace import Trace
 
 SHOW_PROGRESS_AFTER_S = 1.0
 """Time after which the progress is shown."""
-RELATIVE_COST = {PolicyName.NONE: 1.0, PolicyName.ALL_KNOWING: 2.0, PolicyName.DISPATCHER: 8.0}
+RELATIVE_COST = {
+    PolicyName.NONE: 1.0,
+    PolicyName.ALL_KNOWING: 2.0,
+    PolicyName.DISPATCHER: 8.0,
+    PolicyName.WHOLE: 8.0,
+}
 """Approximate duration of a run of each policy, relative to the others. Policies that are not here take 2."""
 
 
@@ -71,8 +76,8 @@ def compare_policies(
             ),
         )
         for row in comparison.rows:
-            if row.policy is PolicyName.DISPATCHER:
-                typer.echo(_wrap_line(report.describe_row(row)))
+            if row.policy in (PolicyName.DISPATCHER, PolicyName.WHOLE):
+                typer.echo(_wrap_line(report.describe_row(row, setting)))
     _draw_plot(plot, lambda path: picture.draw_timelines(comparison, path))
 
 

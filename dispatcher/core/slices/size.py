@@ -30,8 +30,8 @@ _GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
 def vary_tokens(size: int, number: int, spread: float = SPREAD) -> int:
-    """Return the number of tokens of the slice with this number. It is `size` on average, and differs from it by
-    up to `spread` × `size`.
+    """Return the number of tokens of the slice with this number. It is `size` on average, and differs from it
+    by up to `spread` × `size`.
 
     Slices of equal size that once started together would end together each time, and a realtime request that
     arrives in between would wait as long as a slice takes. Multiples of the golden ratio are spread evenly,

@@ -22,6 +22,7 @@ INK, FAINT, PAPER = "#1f2933", "#7b8794", "#ffffff"
 BATCH, REALTIME, LIMIT, CLOSED = "#7fc8a9", "#4f7cac", "#d9480f", "#c92a2a"
 TITLES = {
     PolicyName.DISPATCHER: "dispatcher: this dispatcher",
+    PolicyName.WHOLE: "whole: this dispatcher without slices",
     PolicyName.ALL_KNOWING: "all-knowing: knows the current state",
     PolicyName.POINT: "point: adds H to its requests in flight",
     PolicyName.CAP: "cap: at most H requests in flight",
@@ -44,7 +45,7 @@ def draw_timelines(comparison: Comparison, path: Path) -> None:
 
     Raises OSError, and ValueError for an unknown suffix.
     """
-    first = (PolicyName.DISPATCHER, PolicyName.ALL_KNOWING)
+    first = (PolicyName.DISPATCHER, PolicyName.WHOLE, PolicyName.ALL_KNOWING)
     pairs = sorted(
         zip(comparison.runs, comparison.rows, strict=True),
         key=lambda pair: first.index(pair[0].policy) if pair[0].policy in first else len(first),
@@ -101,7 +102,9 @@ def _describe_scenario(scenario: Scenario, swept: str = "") -> str:
     scrape = "" if swept == "scrape" else f" every {scenario.scrape_s:g} s"
     lag = "" if swept == "lag" else f" known {scenario.lag_s:g} s later"
     readings = f", a scrape{scrape}{lag}" if scrape or lag else ""
-    return f"{scenario.real_slots} slots{configured}{readings}"
+    slices = "" if scenario.slice_tokens is None else f", slices of {scenario.slice_tokens} tokens"
+    eviction = ", with eviction" if scenario.evicts else ""
+    return f"{scenario.real_slots} slots{configured}{readings}{slices}{eviction}"
 
 
 def _save_figure(figure: Any, panels: Iterable[Any], title: str, path: Path) -> None:
@@ -189,6 +192,8 @@ def _format_figures(row: Row) -> str:
         parts.append(f"median latency {row.latency_p50_ratio:.2f} ×")
     if row.refused:
         parts.append(f"{row.refused:,} × 429")
+    if row.evicted:
+        parts.append(f"{row.evicted:,} evicted")
     return "   ·   ".join(parts)
 
 

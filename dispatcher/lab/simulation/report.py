@@ -51,6 +51,8 @@ class Row:
     """`refused_per_1000` without the first SETTLING_READINGS readings."""
     unreachable: int
     """Batch requests that did not reach the gateway."""
+    evicted: int
+    """Batch requests that were stopped for realtime requests."""
     realtime_refused: int
     """Realtime requests answered with 429 because the queue was full."""
     realtime_refused_less_none: int
@@ -151,6 +153,7 @@ REFUSED_COLUMNS = (
 )
 """Columns for scenarios with a limited queue."""
 UNREACHABLE_COLUMN = Column("unreachable", lambda row: row.unreachable, ",d")
+EVICTED_COLUMN = Column("evicted", lambda row: row.evicted, ",d")
 COLUMN_GAP = "  "
 
 
@@ -173,7 +176,8 @@ class Table:
         """
         refused = REFUSED_COLUMNS if scenario.queue_limit is not None else ()
         unreachable = (UNREACHABLE_COLUMN,) if scenario.outages else ()
-        candidates = [*COLUMNS, *refused, *unreachable, *DISPATCHER_COLUMNS[not has_utilization :]]
+        evicted = (EVICTED_COLUMN,) if scenario.evicts else ()
+        candidates = [*COLUMNS, *refused, *unreachable, *evicted, *DISPATCHER_COLUMNS[not has_utilization :]]
         self._first = first.ljust(max(map(len, [first, *names])))
         self.columns = [
             column
@@ -269,6 +273,7 @@ def build_row(run: Run, best: Run | None, idle: Run) -> Row:
         refused_per_1000=1000 * run.refused / max(1, run.sent),
         refused_per_1000_settled=1000 * run.refused_settled / max(1, run.sent_settled),
         unreachable=run.unreachable,
+        evicted=run.evicted,
         realtime_refused=run.realtime_refused,
         realtime_refused_less_none=run.realtime_refused - idle.realtime_refused,
         closed_s=dict(run.closed_s),
@@ -301,9 +306,11 @@ def _round_values(value: Any) -> Any:
     return value
 
 
-def describe_row(row: Row) -> str:
+def describe_row(row: Row, scenario: Scenario) -> str:
     """Describe in one sentence what a policy gains and costs."""
-    batch = f"batch gets {row.batch_tokens_per_s:,.0f} tokens/s"
+    how = "" if scenario.slice_tokens is None else f"in slices of {scenario.slice_tokens} tokens, "
+    how = "without slices, " if row.policy is PolicyName.WHOLE else how
+    batch = f"{how}batch gets {row.batch_tokens_per_s:,.0f} tokens/s"
     if row.latency_p99_ratio is None or row.wait_p99_less_none_s is None:
         return f"{batch}; no realtime request was answered"
     return (
@@ -318,9 +325,12 @@ def format_legend(scenario: Scenario, trace: str, table: Table, *, reserve: bool
     kept = f"reserve {scenario.reserve:g}, " if reserve else ""
     coarse = f", in steps of {scenario.effective_time_step_s:.3g} s" if scenario.effective_time_step_s else ""
     coarse += f", {scenario.requests_per_job} batch requests as one" if scenario.requests_per_job > 1 else ""
+    slices = ""
+    if scenario.slice_tokens is not None:
+        slices = f"slices of {scenario.slice_tokens} tokens (later ones + {scenario.slice_overhead_s:g} s), "
     lines = [
         (
-            f"{trace}, {scenario.seconds:g} s{coarse}, {scenario.slots} slots{real_slots}, {kept}"
+            f"{trace}, {scenario.seconds:g} s{coarse}, {scenario.slots} slots{real_slots}, {slices}{kept}"
             f"a scrape every {scenario.scrape_s:g} s known after {scenario.lag_s:g} s"
         ),
         "tokens/s: batch work's; users': realtime's latency, relative to the pool without batch work",
@@ -336,6 +346,8 @@ def format_legend(scenario: Scenario, trace: str, table: Table, *, reserve: bool
             "realtime 429: realtime requests that were refused, which have no wait; 429: refused batch "
             f"requests; settled: per 1,000 after the first {SETTLING_READINGS} readings"
         )
+    if "evicted" in shown:
+        lines.append("evicted: batch requests stopped for a realtime request; their tokens are lost")
     if table.left_out:
         lines.append(f"a wider terminal, a pipe or --json shows {', '.join(table.left_out)} as well")
     return "\n".join(lines)

@@ -27,7 +27,7 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 def build_options(slice_tokens: int = 20, **changes: Any) -> Options:
     """Return options for slices that all have the same size, unless `spread` is given."""
     terms = SliceTerms(slice_tokens, slice_tokens + 1, (CHAT, COMPLETION))
-    slicing = {"is_on": True, "terms": terms, "spread": 0.0} | changes
+    slicing: dict[str, Any] = {"is_on": True, "terms": terms, "spread": 0.0} | changes
     return Options(RetryPolicy(), slicing=SliceOptions(**slicing))
 
 
