@@ -50,6 +50,7 @@ def _build_slice_options(slicing: SlicingSettings) -> SliceOptions:
         terms=slicing.build_terms(),
         measures_size=slicing.tokens is None,
         judges_cost=slicing.mode == "auto",
+        is_streamed=slicing.stream,
         max_kept_bytes=slicing.max_kept_bytes,
         max_started=slicing.max_started,
     )

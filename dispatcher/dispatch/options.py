@@ -43,6 +43,8 @@ class SliceOptions:
     """True to choose the number of tokens of a slice by what it costs to continue a generation."""
     judges_cost: bool = True
     """True to send requests whole where the model servers do not keep the beginning in their prefix cache."""
+    is_streamed: bool = False
+    """True to read slices as streams, so that a slice that breaks off keeps what it has generated."""
     max_kept_bytes: int = 1 << 20
     """Largest size of what was generated so far. A longer generation goes on in one call."""
     max_started: int = 1000

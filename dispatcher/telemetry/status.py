@@ -329,7 +329,7 @@ class SequencesStatus:
 
 @dataclass(frozen=True, slots=True)
 class SlicedModelStatus:
-    """What is known about slices of one model."""
+    """Knowledge about slices of one model."""
 
     path: str = ""
     model: str = ""

@@ -14,15 +14,14 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
-
 from dispatcher.core.gateway.outcome import Delivered
 from dispatcher.core.sequences.turns import Session
-from dispatcher.core.slices.answers import Continues, Finished, Usage, interpret_answer
-from dispatcher.core.slices.bodies import build_slice_body, compute_slice_tokens
+from dispatcher.core.slices.answers import Continues, Finished, SliceResult, Usage, interpret_answer
+from dispatcher.core.slices.bodies import build_slice_body, compute_slice_tokens, replace_body
 from dispatcher.core.slices.eligibility import Generation, WholeReason, check_generation
 from dispatcher.core.slices.equality import Continuation
-from dispatcher.core.slices.progress import Progress, Stage, decode_progress
+from dispatcher.core.slices.progress import Progress, Stage, decode_progress, encode_progress
+from dispatcher.core.slices.stream import join_events
 from dispatcher.core.slices.support import ModelKey, ModelSupport, SupportTable
 from dispatcher.dispatch.queue_access import loop_time
 from dispatcher.telemetry.events import Event, emit
@@ -51,11 +50,13 @@ class _Slice:
     generation: Generation
     key: ModelKey
     progress: Progress | None
-    """What earlier slices have generated. `None` before the first one."""
+    """Progress of earlier slices. `None` before the first one."""
     is_checked: bool
     """False if the model must be checked before the first slice."""
     asked_tokens: int = 0
     """Number of tokens that the call asks for. 0 if it is not a slice."""
+    received: list[bytes] | None = None
+    """Parts of the streamed answer. `None` if it is not streamed."""
 
 
 class Slicer:
@@ -87,6 +88,7 @@ class Slicer:
         self._default_path = options.default_path
         self._token_header = options.sequences.token_header.lower()
         self.support.judges_cost = options.slicing.judges_cost
+        self.support.is_streamed = options.slicing.is_streamed
 
     @property
     def measures_size(self) -> bool:
@@ -184,9 +186,17 @@ class Slicer:
         wants_token_ids = (
             support.continuation is Continuation.TOKEN_IDS if progress is None else bool(progress.token_ids)
         )
-        body = build_slice_body(generation, progress, planned.asked_tokens, wants_token_ids=wants_token_ids)
+        body = build_slice_body(
+            generation,
+            progress,
+            planned.asked_tokens,
+            wants_token_ids=wants_token_ids,
+            is_streamed=self._options.is_streamed,
+        )
+        planned.received = [] if self._options.is_streamed else None
         failed_attempts = attempt.leases[0].lease.failed_attempts
-        return replace(request, payload=body, session=self._build_session(request, progress, failed_attempts))
+        session = self._build_session(request, progress, failed_attempts)
+        return replace_body(request, body, session, planned.received)
 
     def _send_whole(self, attempt: Attempt) -> Request:
         del self._slices[attempt.token]
@@ -227,7 +237,7 @@ class Slicer:
             while (body := check.next_body) is not None:
                 number += 1
                 result = await self._gateway.forward(
-                    replace(attempt.request, payload=body),
+                    replace_body(attempt.request, body, attempt.request.session),
                     token=f"{attempt.token}/check-{number}",
                     deadline=deadline,
                     may_send=may_send,
@@ -266,15 +276,11 @@ class Slicer:
         planned = self._slices.get(token)
         if planned is None or not planned.asked_tokens or not isinstance(outcome, Delivered):
             return None
-        interpreted = interpret_answer(
-            planned.generation,
-            planned.progress,
-            outcome.status,
-            outcome.body,
-            asked_tokens=planned.asked_tokens,
-            max_kept_bytes=self._options.max_kept_bytes,
-            version=request.version,
-            session_token=result.sticky_token,
+        body, is_complete = outcome.body, True
+        if planned.received is not None and (joined := join_events(body)) is not None:
+            body, is_complete = joined
+        interpreted = self._interpret(
+            planned, outcome.status, body, request.version, result.sticky_token, is_cut=not is_complete
         )
         if not isinstance(interpreted, Continues | Finished):
             return None
@@ -295,6 +301,49 @@ class Slicer:
                 self.support.record_reason(planned.key, interpreted.reason, interpreted.why, loop_time())
                 self._log_support(planned.key)
         return interpreted
+
+    def find_partial_progress(self, token: str, request: Request, sticky_token: str = "") -> bytes | None:
+        """Return the progress that includes what a slice has generated whose answer broke off. `None` if
+        there is nothing new."""
+        planned = self._slices.get(token)
+        if planned is None or not planned.received or not planned.asked_tokens:
+            return None
+        has_token_ids = self.support.get_support(planned.key).continuation is Continuation.TOKEN_IDS
+        if planned.generation.stop and has_token_ids:
+            # Servers hold back text that may begin a stop string, but not its tokens.
+            return None
+        joined = join_events(b"".join(planned.received))
+        if joined is None:
+            return None
+        interpreted = self._interpret(planned, 200, joined[0], request.version, sticky_token, is_cut=True)
+        # What cannot be continued is generated again. So is a first slice of which the prompt's number of
+        # tokens is not known, because the tokens of later slices could not be counted.
+        if (
+            not isinstance(interpreted, Continues)
+            or interpreted.progress.stage is Stage.RESTART
+            or not interpreted.progress.prompt_tokens
+        ):
+            return None
+        if interpreted.usage is not None:
+            self.generated_tokens += interpreted.usage.completion_tokens
+        return encode_progress(interpreted.progress)
+
+    def _interpret(
+        self, planned: _Slice, status: int, body: bytes, version: str, session_token: str, *, is_cut: bool
+    ) -> SliceResult:
+        continuation = self.support.get_support(planned.key).continuation
+        return interpret_answer(
+            planned.generation,
+            planned.progress,
+            status,
+            body,
+            asked_tokens=planned.asked_tokens,
+            max_kept_bytes=self._options.max_kept_bytes,
+            version=version,
+            session_token=session_token,
+            repeats_text=continuation is Continuation.REPEATED_TEXT,
+            is_cut=is_cut,
+        )
 
     def _record_cost(self, key: ModelKey, usage: Usage, duration_s: float) -> None:
         """Record what a continued slice has cost."""

@@ -55,7 +55,9 @@ class GenerationGateway:
     cold_token_s: float = 0.0
     """Time for each token of a prompt that is not in the prefix cache."""
     next_outcomes: deque[Outcome | None] = field(default_factory=deque)
-    """Outcomes of the next calls, after they have run. `None`: the answer of the server."""
+    """Outcomes of the next calls, instead of their answers. `None`: the answer of the server."""
+    cut_after: float = 1.0
+    """Share of its tokens that a call has generated when it gets an outcome of `next_outcomes`."""
     calls: list[Call] = field(default_factory=list)
     generated_tokens: int = 0
     """Number of tokens that were generated, also by calls whose answer was lost."""
@@ -87,10 +89,19 @@ class GenerationGateway:
                 await asyncio.sleep(self.token_s * answer.token_count + self.cold_token_s * uncached)
         except TimeoutError:
             return AttemptResult(TooLate(), sent_at, now())
-        self.generated_tokens += answer.token_count
-        server.remember(tuple(answer.list_tokens(answer.token_count)))
         outcome = self.next_outcomes.popleft() if self.next_outcomes else None
-        body = answer.build_body(f"call-{len(self.calls)}", 1)
+        count = answer.token_count if outcome is None else int(answer.token_count * self.cut_after)
+        self.generated_tokens += count
+        server.remember(tuple(answer.list_tokens(count)))
+        id_ = f"call-{len(self.calls)}"
+        if parsed.is_stream:
+            body = b"".join(
+                b"data: %b\n\n" % event.data for event in answer.build_events(id_, 1) if event.tokens <= count
+            )
+            if request.received is not None:
+                request.received.append(body)
+        else:
+            body = answer.build_body(id_, 1)
         return AttemptResult(outcome or Delivered(200, body), sent_at, now(), sticky_token=server.name)
 
     def _choose_server(self, request: Request) -> Server:
