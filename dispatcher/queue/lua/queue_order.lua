@@ -63,9 +63,10 @@ local function units_reserved_for_probe(shared, now, lease_s)
   return reserved_s > 0 and reserved_s <= lease_s and 1 or 0
 end
 
--- Select the first requests of the queue: up to `max_count`, until their members (and what is stored of their progress,
--- if there is a room) sum up to `max_bytes` (but at least one), within `room` units (nil: whatever they need), and from each lane as many as `room_by_lane` allows (nil: all,
--- but none of a closed lane). Return them, and the number of pending ones among them.
+-- Select the first requests of the queue: up to `max_count`, until their members sum up to `max_bytes` (but at least
+-- one; with `room`, their progress counts as well), within `room` units (nil: whatever they need), and from each lane
+-- as many as `room_by_lane` allows (nil: all, but none of a closed lane). Return them, and the number of pending ones
+-- among them.
 --
 -- A request that was never leased counts `assumed_units`. A request that needs more than the limit is passed over,
 -- because no end of a lease would make room for it. A request that needs more than the room ends the selection: if

@@ -6,7 +6,7 @@
 --     undelivered: number, last_attempt, missing_model, request_id, request_token, has_progress: flag, progress
 -- `failed_attempts`, `refusals` and `undelivered` are 0 or 1. With an empty `last_attempt`, the outcome of an earlier
 -- attempt stays. A request that waits for its `missing_model` has no delay, and can be cancelled there by
--- `request_id` and `request_token`. Without `has_progress`, the stored progress stays; otherwise `progress` replaces it.
+-- `request_id` and `request_token`. With `has_progress`, `progress` replaces what is stored.
 -- Returns {now, status per request (0: done, 1: lost)…}
 -- Guarantees: the request is in exactly one place, under its old score.
 local recorded = call('GET', REPLY)
