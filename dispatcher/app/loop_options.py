@@ -51,6 +51,7 @@ def _build_slice_options(slicing: SlicingSettings) -> SliceOptions:
         measures_size=slicing.tokens is None,
         judges_cost=slicing.mode == "auto",
         is_streamed=slicing.stream,
+        revokes=slicing.revoke == "on" or (slicing.revoke == "auto" and slicing.stream),
         max_kept_bytes=slicing.max_kept_bytes,
         max_started=slicing.max_started,
     )

@@ -326,6 +326,7 @@ class Service:
             self.metrics.set_total(series.FREE_SECONDS, str(work), total=meter.free_unit_s[work])
         merger, turn_checker = self.dispatcher.merger, self.dispatcher.turn_checker
         slicer = self.dispatcher.slicer
+        self.metrics.set_total(series.REVOKED_SLICES, total=slicer.revoked_count)
         self.metrics.set_total(series.SLICE_TOKENS, total=slicer.generated_tokens)
         self.metrics.set_total(series.MERGED_REQUESTS, total=merger.merged_request_count)
         for metric, counts in (

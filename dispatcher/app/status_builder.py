@@ -135,6 +135,7 @@ def _build_slicing(slicer: Slicer) -> show.SlicingStatus:
     return show.SlicingStatus(
         slices=dict(slicer.answer_counts),
         slice_tokens=slicer.generated_tokens,
+        revoked_slices=slicer.revoked_count,
         whole_requests={str(reason): count for reason, count in slicer.whole_counts.items()},
         sliced_models=[
             show.SlicedModelStatus(

@@ -239,8 +239,8 @@ class AttemptRunner:
             self._complete_stopped_attempt(attempt)
 
     def _complete_stopped(self, entry: InFlightLease) -> None:
-        """Complete a lease whose answer is no longer awaited. If the process is stopping, the lease is
-        returned."""
+        """Complete a lease whose answer is no longer awaited. If the process is stopping, or the slice was
+        revoked, the lease is returned."""
         if entry.stop_reason == "cancelled" and entry.request is not None:
             self._complete(completions.build_cancellation(entry.lease, entry.request))
         elif entry.stop_reason == "deadline" and entry.request is not None:

@@ -13,7 +13,7 @@ from dispatcher.core.requests.lanes import Lane
 from dispatcher.core.requests.request import Request
 from dispatcher.ports import AnswerMemory, Lease
 
-StopReason = Literal["cancelled", "lost", "deadline", "drain"]
+StopReason = Literal["cancelled", "lost", "deadline", "drain", "revoked"]
 
 
 @dataclass(slots=True, eq=False)

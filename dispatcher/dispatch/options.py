@@ -47,6 +47,8 @@ class SliceOptions:
     """True to read slices as streams, so that a slice that breaks off keeps what it has generated."""
     max_kept_bytes: int = 1 << 20
     """Largest size of what was generated so far. A longer generation goes on in one call."""
+    revokes: bool = False
+    """True to end running slices early when realtime requests wait."""
     max_started: int = 1000
     """Number of requests that wait for their next slice at which no further request is sliced."""
     skips_check: bool = False

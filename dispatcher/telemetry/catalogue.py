@@ -507,6 +507,9 @@ SLICES = _add_counter(
     "Answers to slices of long generations, by what followed; `restarted`: the request is sent again, whole",
     result=("continued", "finished", "restarted"),
 )
+REVOKED_SLICES = _add_counter(
+    "revoked_slices", "Slices that were ended early, because realtime requests waited"
+)
 SLICE_TOKENS = _add_counter("slice_tokens", "Tokens that slices have generated")
 WHOLE_REQUESTS = _add_counter(
     "whole_requests",

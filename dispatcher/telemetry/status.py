@@ -355,6 +355,8 @@ class SlicingStatus:
     """Answers to slices in this process by what followed: `continued`, `finished`, `restarted`."""
     slice_tokens: int = 0
     """Tokens that slices have generated."""
+    revoked_slices: int = 0
+    """Slices that were ended early, because realtime requests waited."""
     whole_requests: Mapping[str, int] = field(default_factory=dict)
     """Long generations that were sent whole in this process, by the reason."""
     sliced_models: Sequence[SlicedModelStatus] = ()

@@ -64,6 +64,12 @@ def encode_progress(progress: Progress) -> bytes:
     return _encode(progress)
 
 
+def find_version(stored: bytes) -> str:
+    """Return the version that a stored generation has begun with. Empty if there is none."""
+    progress = decode_progress(stored) if stored else None
+    return "" if progress is None else progress.version
+
+
 def decode_progress(stored: bytes) -> Progress | None:
     """Return the stored progress. `None` if there is none, or it is not readable: the generation then starts
     from the beginning."""

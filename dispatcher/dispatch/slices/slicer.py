@@ -21,6 +21,7 @@ from dispatcher.core.slices.bodies import build_slice_body, compute_slice_tokens
 from dispatcher.core.slices.eligibility import Generation, WholeReason, check_generation
 from dispatcher.core.slices.equality import Continuation
 from dispatcher.core.slices.progress import Progress, Stage, decode_progress, encode_progress
+from dispatcher.core.slices.revocation import RevocationPlanner
 from dispatcher.core.slices.stream import join_events
 from dispatcher.core.slices.support import ModelKey, ModelSupport, SupportTable
 from dispatcher.dispatch.queue_access import loop_time
@@ -30,9 +31,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dispatcher.core.gateway.outcome import Outcome
+    from dispatcher.core.limit.allowance import Allowance
     from dispatcher.core.requests.request import Request
     from dispatcher.dispatch.claimed_request import ClaimedRequest
-    from dispatcher.dispatch.in_flight import Attempt
+    from dispatcher.dispatch.in_flight import Attempt, InFlightTable
     from dispatcher.dispatch.options import Options
     from dispatcher.dispatch.queue_access import QueueAccess
     from dispatcher.ports import AttemptResult, Gateway
@@ -76,6 +78,9 @@ class Slicer:
         """Number of answers to slices by what followed."""
         self.generated_tokens = 0
         """Number of tokens of all slices."""
+        self.revoked_count = 0
+        """Number of slices that were ended early."""
+        self._revocations = RevocationPlanner()
         self._access = access
         self._gateway = gateway
         self._is_merged = is_merged
@@ -263,6 +268,30 @@ class Slicer:
             reason=str(support.reason or ""),
             why=support.why,
         )
+
+    # ── revoke ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def revoke_slices(self, allowance: Allowance, in_flight: InFlightTable, other_owners_units: int) -> None:
+        """End the youngest slices if a reading shows that realtime requests need their slots."""
+        if not self._options.revokes or not self._slices:
+            return
+        all_units = in_flight.units + other_owners_units
+        running = [
+            entry
+            for entry in in_flight.list_at_gateway()
+            if entry.stop_reason is None
+            and (planned := self._slices.get(entry.lease.token)) is not None
+            and planned.asked_tokens
+        ]
+        units = self._revocations.plan_revocations(
+            allowance, loop_time(), sum(entry.lease.units for entry in running), all_units
+        )
+        for entry in sorted(running, key=lambda entry: -entry.claimed_at):
+            if units <= 0:
+                break
+            units -= entry.lease.units
+            self.revoked_count += 1
+            in_flight.stop_waiting(entry, "revoked")
 
     # ── interpret ────────────────────────────────────────────────────────────────────────────────────────
 

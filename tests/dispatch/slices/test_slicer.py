@@ -11,6 +11,8 @@ import msgspec
 import pytest
 
 from dispatcher.core.gateway.outcome import Evicted, Failed, FailureKind, Outcome, RetryPolicy
+from dispatcher.core.limit.budget import Reading, Signal
+from dispatcher.core.limit.poll import Poll
 from dispatcher.core.requests.request import encode_member
 from dispatcher.core.requests.result import PoppedResult, decode_result
 from dispatcher.core.slices.eligibility import SliceTerms, WholeReason
@@ -191,6 +193,41 @@ def test_evicted_stream_keeps_what_was_generated(path: str) -> None:
             assert gateway.generated_tokens - checked_tokens == 100
 
     run_in_scene(check, gateway, build_options(is_streamed=True))
+
+
+def apply_reading(scene: Scene, load: float, waiting: float) -> None:
+    """Apply a reading of a pool of ten."""
+    now = asyncio.get_running_loop().time()
+    reading = Reading(Signal.REQUESTS, now, now, load, waiting, 10)
+    scene.dispatcher.apply_poll(Poll(completed_at=now, signals=(Signal.REQUESTS,), readings=(reading,)))
+
+
+def test_youngest_slices_end_early_when_a_reading_shows_that_requests_wait() -> None:
+    config = GenerationConfig(end_probability=0.0, chunk_tokens=1)
+    gateway = GenerationGateway(config, token_s=0.1)
+    payloads = {f"r-{number}": build_payload(COMPLETION, number) for number in range(1, 6)}
+
+    async def check(scene: Scene) -> None:
+        await submit(scene, COMPLETION, build_payload(COMPLETION), "first")
+        await wait_for_results(scene, 1)
+        checked_tokens = gateway.generated_tokens
+        for request_id, payload in payloads.items():
+            await submit(scene, COMPLETION, payload, request_id)
+            await asyncio.sleep(0.2)
+        ids = [call.id for call in gateway.calls[-5:]]
+        assert ids == list(payloads)
+        apply_reading(scene, 1.0, 0.15)  # two more than fit beside the reserve
+        await asyncio.sleep(0.1)
+        assert scene.dispatcher.slicer.revoked_count == 2
+        assert scene.dispatcher.running_count == 3
+        apply_reading(scene, 0.3, 0.0)
+        results = await wait_for_results(scene, 5)
+        for request_id, payload in payloads.items():
+            whole = summarize(generate_whole(COMPLETION, payload, config))
+            assert summarize(results[request_id].payload) == whole
+        assert gateway.generated_tokens - checked_tokens == 5 * 100
+
+    run_in_scene(check, gateway, build_options(is_streamed=True, revokes=True))
 
 
 def test_attempts_count_for_each_slice() -> None:
