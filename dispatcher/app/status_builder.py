@@ -16,6 +16,7 @@ from dispatcher.core.models.rollover import ModelFamily
 from dispatcher.dispatch.merging.merger import RequestMerger
 from dispatcher.dispatch.models.model_router import ModelRouter
 from dispatcher.dispatch.queue_access import QueueView
+from dispatcher.dispatch.queue_timeouts import QueueTimeouts
 from dispatcher.dispatch.sequences.turns import TurnChecker
 from dispatcher.ports import ModelRegistryState, QueueCounts
 from dispatcher.settings import Settings
@@ -38,6 +39,7 @@ def build_status(
     loop_problem: str | None,
     recent_attempts: RecentAttempts | None = None,
     merger: RequestMerger | None = None,
+    queue_timeouts: QueueTimeouts | None = None,
     turn_checker: TurnChecker | None = None,
     model_router: ModelRouter | None = None,
     health: HealthRecord | None = None,
@@ -73,6 +75,8 @@ def build_status(
     ]
     queue_status = _build_queue(queue, counts, now)
     batching = _build_merging(merger) if merger else show.BatchingStatus()
+    if queue_timeouts:
+        batching = replace(batching, batching_timeouts=dict(queue_timeouts.counts))
     models = (
         _build_models(model_router, now, has_counts=counts is not None)
         if model_router

@@ -461,6 +461,11 @@ MERGE_OFF = _add_table_gauge(
     "path",
     "model",
 )
+RULE_TIMEOUTS = _add_counter(
+    "rule_timeouts",
+    "Requests that were claimed after the default timeout of their rule, by what happened to them",
+    action=("reject", "delay"),
+)
 
 # ── sequences ───────────────────────────────────────────────────────────────────────────────────────────────
 

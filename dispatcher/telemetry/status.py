@@ -298,6 +298,9 @@ class BatchingStatus:
     """Number of requests that were answered by merged calls."""
     batching_checks: Mapping[str, int] = field(default_factory=dict)
     """Single calls that were made to check answers of merged calls, by result."""
+    batching_timeouts: Mapping[str, int] = field(default_factory=dict)
+    """Number of requests that this process claimed after the default timeout of their rule, by what happened
+    to them: `reject`, `delay`."""
 
     def get_by_path_and_model(
         self, value: Callable[[MergeTargetStatus], float | None]
