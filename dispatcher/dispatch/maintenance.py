@@ -18,6 +18,7 @@ from dispatcher.dispatch.in_flight import InFlightTable
 from dispatcher.dispatch.journal import Journal
 from dispatcher.dispatch.options import Options
 from dispatcher.dispatch.queue_access import QueueAccess, loop_time
+from dispatcher.dispatch.sequences.overrides import name_override
 from dispatcher.ports import Overload, Permit, Settlement, SweepSummary, UnleasedRequest
 from dispatcher.telemetry.events import Event, emit
 
@@ -261,7 +262,7 @@ class Maintenance:
             unix_now = self._queue.unix_now()
             parsed = [(overdue, parse_member(overdue.member)) for overdue in found]
             expired = [
-                (overdue, completions.build_overdue_error(overdue, request))
+                (overdue, completions.build_overdue_error(overdue, name_override(request, self.options)))
                 for overdue, request in parsed
                 if isinstance(request, Request) and request.deadline <= unix_now
             ]
