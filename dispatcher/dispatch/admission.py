@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from dispatcher.core.gateway.outcome import RetryPolicy, decide_after_deaths
 from dispatcher.core.requests.request import Rejection, Request, parse_member
+from dispatcher.core.sequences.overrides import name_override
 from dispatcher.dispatch import completions
 from dispatcher.dispatch.claimed_request import ClaimedLeases, ClaimedRequest
-from dispatcher.dispatch.sequences.overrides import name_override
 
 if TYPE_CHECKING:
     from dispatcher.dispatch.completions import Completion
@@ -57,14 +57,14 @@ class Admission:
             self._options.retry,
             self._queue.unix_now(),
         )
-        has_overrides = bool(self._options.sequences.terms.overrides)
+        terms = self._options.sequences.terms
         timeouts = None if self._timeouts.is_empty else self._timeouts
         for number, lease in enumerate(claimed.leases):
             parsed = self._parsed_requests.take_request(lease, max_bytes) or parse_member(
                 lease.member, max_payload_bytes=max_bytes
             )
-            if has_overrides and isinstance(parsed, Request):
-                parsed = name_override(parsed, self._options)
+            if terms.overrides and isinstance(parsed, Request):
+                parsed = name_override(parsed, terms, self._options.default_path)
             checked = check_request(lease, parsed, unix_now, retry)
             if timeouts is not None and isinstance(checked, Request):
                 checked = timeouts.check_wait(lease, checked, unix_now) or checked

@@ -333,7 +333,7 @@ class SequencesStatus:
     """Number of sequences of all replicas by status (`active`, `parked`, `held`, `aborted`), and of requests
     that wait for their turn (`waiting`). `None` if they are not known."""
     sequence_models: Sequence[SequenceModelStatus] = ()
-    """Those among them to which an entry of `sequences.models` applies."""
+    """Number of sequences for each entry of `sequences.models` that applies to some."""
     sequence_turns: Mapping[str, int] = field(default_factory=dict)
     """Decisions about claimed requests of sequences in this process: `granted`, `waits`, `rejected`."""
     sequence_servers: Mapping[str, int] = field(default_factory=dict)

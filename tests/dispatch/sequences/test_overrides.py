@@ -7,12 +7,11 @@ import asyncio
 import pytest
 
 from dispatcher.core.gateway.outcome import RetryPolicy
-from dispatcher.core.requests.request import Request, encode_member, parse_member
+from dispatcher.core.requests.request import encode_member
 from dispatcher.core.sequences.decisions import OverrideCounts, SequenceOverride, SequenceTerms
 from dispatcher.core.sequences.turns import Turn
 from dispatcher.dispatch import Options
 from dispatcher.dispatch.options import SequenceOptions
-from dispatcher.dispatch.sequences.overrides import name_override
 from dispatcher.ports import Submission
 from tests.dispatch.scene import Scene, run_in_scene
 from tests.dispatch.sequence_scene import SequenceGateway, read_results, submit_turns
@@ -21,56 +20,8 @@ BIG = SequenceOverride("big-*", max_active=1)
 QUICK = SequenceOverride("quick", max_idle_s=5.0)
 
 
-def make_options(*overrides: SequenceOverride, default_path: str = "") -> Options:
-    terms = SequenceTerms(overrides=overrides)
-    return Options(RetryPolicy(), default_path=default_path, sequences=SequenceOptions(terms))
-
-
-@pytest.mark.parametrize(
-    ("payload", "endpoint", "override"),
-    [
-        (b'{"model":"big-7b"}', "", "big-*"),
-        (b'{"model":"small"}', "", ""),
-        (b"{}", "", ""),
-        (b'{"model":7}', "", ""),
-        (b"{}", "/v2/models/big-7b/versions/3/infer", "big-*"),
-        (b"{}", "/v1/models/big%2D7b:predict", "big-*"),
-        (b'{"model":"small"}', "/v2/models/big-7b/infer", ""),
-        (b"{}", "/v2/models/", ""),
-    ],
-)
-def test_override_is_that_of_the_model_in_the_body_or_in_the_path(
-    payload: bytes, endpoint: str, override: str
-) -> None:
-    request = Request("r", 10, payload, endpoint=endpoint, sequence=Turn("s"))
-    named = name_override(request, make_options(BIG))
-    assert named.sequence is not None
-    assert named.sequence.override == override
-
-
-def test_model_in_the_default_path_counts_for_requests_without_a_path() -> None:
-    request = Request("r", 10, b"{}", sequence=Turn("s"))
-    named = name_override(request, make_options(BIG, default_path="/v2/models/big-7b/infer"))
-    assert named.sequence is not None
-    assert named.sequence.override == "big-*"
-
-
-def test_first_matching_override_applies() -> None:
-    exempt = SequenceOverride("big-free")
-    terms = SequenceTerms(overrides=(exempt, BIG))
-    assert terms.match_override("big-free") == "big-free"
-    assert terms.get_max_active("big-free") is None
-    assert terms.match_override("big-7b") == "big-*"
-
-
-def test_producer_cannot_choose_the_override() -> None:
-    member = encode_member("r", b"{}", 10**9, sequence=Turn("s", override="big-*"))
-    assert b"big-" not in member
-    forged = member.replace(b'"id":"s"', b'"id":"s","override":"big-*"')
-    parsed = parse_member(forged)
-    assert isinstance(parsed, Request)
-    assert parsed.sequence is not None
-    assert parsed.sequence.override == ""
+def make_options(*overrides: SequenceOverride) -> Options:
+    return Options(RetryPolicy(), sequences=SequenceOptions(SequenceTerms(overrides=overrides)))
 
 
 def test_sequences_of_a_full_model_wait_and_others_run() -> None:
