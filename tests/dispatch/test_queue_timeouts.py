@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from dispatcher.core.gateway.outcome import RetryPolicy
+from dispatcher.core.limit.budget import Reason
 from dispatcher.core.requests.queue_timeouts import RuleTimeout, TimeoutAction
 from dispatcher.core.requests.request import encode_member
 from dispatcher.core.requests.result import ErrorCode
@@ -15,6 +16,7 @@ from dispatcher.dispatch import Options
 from dispatcher.ports import Submission
 from tests.dispatch.scene import Scene, run_in_scene
 from tests.dispatch.sequence_scene import read_results
+from tests.dispatch.test_probes import UnreachableGateway
 
 PATH = "/v1/completions"
 
@@ -103,6 +105,25 @@ def test_rejected_request_of_a_sequence_counts_as_its_failure() -> None:
         assert scene.gateway.sent == []
 
     run_in_scene(check, options=make_options())
+
+
+def test_probe_with_a_delayed_request_takes_the_next_request_immediately() -> None:
+    """The gateway comes back while many requests that waited too long are first in the queue."""
+    gateway = UnreachableGateway()
+
+    async def check(scene: Scene) -> None:
+        await asyncio.sleep(100)
+        await scene.store.submit([make_submission("fresh", 0, priority=3)])
+        await asyncio.sleep(5)
+        assert scene.dispatcher.get_allowance().reason is Reason.GATEWAY_UNREACHABLE
+        await scene.store.submit([make_submission(f"late-{number}", 42) for number in range(500)])
+        gateway.is_unreachable = False
+        sent_before = len(gateway.sent)
+        await asyncio.sleep(3)
+        assert gateway.sent[sent_before] == "fresh"
+        assert len(gateway.sent[sent_before:]) == 501
+
+    run_in_scene(check, gateway, make_options(TimeoutAction.DELAY))
 
 
 def test_changed_timeout_applies_to_requests_that_wait_already() -> None:
