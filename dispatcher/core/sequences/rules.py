@@ -140,6 +140,7 @@ class SequenceTable:
             return TurnRejected(ErrorCode.CANCELLED, _CANCELLED if turn.submitted_at else _UNDATED)
         if sequence is not None and sequence.status in _OVER and not turn.reset:
             sequence.last_active_at = now
+            self._schedule_check(sequence, now)
             aborted = sequence.status is SequenceStatus.ABORTED
             return TurnRejected(
                 ErrorCode.SEQUENCE_ABORTED if aborted else ErrorCode.SEQUENCE_ENDED, sequence.cause

@@ -22,7 +22,8 @@ local SHARED_FIELDS = {
   'last_run', 'active', 'max_idle_s', 'max_age_s', 'max_active', 'max_waiting', 'on_error', 'gap_s', 'refuses', 'held',
   'aborted', 'ever_held', 'ever_released', 'ever_aborted', 'ever_cancelled', 'ever_idle', 'ever_aged', 'ever_gaps',
   'last_held', 'last_aborted', 'overrides', 'override_counts'}
--- Indexes of a run. FIRST_SCORE is the score of its first request, as text.
+-- Indexes of a run. The last two are missing if it has no override. FIRST_SCORE is the score of its first request, as
+-- text.
 local RUN_NUMBER, EXPECTED_INDEX, NEXT_FREE_INDEX, WAITING_COUNT, PASSED_COUNT = 1, 2, 3, 4, 5
 local RUN_OVERRIDE, FIRST_SCORE = 6, 7
 local leased_entries, shared_state, sequences_by_id = {}, nil, {}
@@ -151,7 +152,9 @@ local function next_run_number()
   return shared_state.last_run
 end
 local function new_run(next_index, override, first_score)
-  return {next_run_number(), next_index, next_index, 0, 0, override, first_score}
+  local run = {next_run_number(), next_index, next_index, 0, 0}
+  if override ~= '' then run[RUN_OVERRIDE], run[FIRST_SCORE] = override, first_score end
+  return run
 end
 
 local function count_slots(sequence)
@@ -200,17 +203,10 @@ end
 -- Return whether a sequence with this override may begin.
 function has_room(override) return has_general_room() and has_room_in_override(override) end
 
--- Return eight bytes in whose order by bytes is the order of scores.
-local function score_bytes(score)
-  local bytes = struct.pack('>d', parse_score(score) + 0) -- the sum makes a negative zero a zero
-  if string.byte(bytes) < 128 then return string.char(string.byte(bytes) + 128) .. string.sub(bytes, 2) end
-  return (string.gsub(bytes, '.', function(byte) return string.char(255 - string.byte(byte)) end))
-end
-
 -- Return the name of a parked sequence in PARKED. All names are one set, because keys must be declared. Those of an
 -- override follow each other, so that its first sequence is found whatever the number of others.
 local function parked_name(sequence)
-  return sequence.override .. '\0' .. score_bytes(sequence.parked_score) .. sequence.id
+  return sequence.override .. '\0' .. sortable_score(sequence.parked_score) .. sequence.id
 end
 
 -- Return the place of the first parked sequence of an override: score and id. False if there is none.
@@ -325,10 +321,11 @@ local function begin_next_run(sequence)
   begin_run(sequence)
   if sequence.status == 'held' then set_status(sequence, 'open') end
   local run = sequence.runs[1]
-  if run[RUN_OVERRIDE] == sequence.override then return end
+  local override = run[RUN_OVERRIDE] or ''
+  if override == sequence.override then return end
   -- The sequence stays active if its new override has room. Its place within max_active is its own.
   set_status(sequence, 'ended')
-  sequence.override = run[RUN_OVERRIDE]
+  sequence.override = override
   if has_room_in_override(sequence.override) then set_status(sequence, 'open')
   else park(sequence, run[FIRST_SCORE]) end
 end
@@ -469,7 +466,7 @@ local function unpark_sequences(now)
   for _ = 1, MAX_UNPARKED_PER_STEP do
     local override, place = find_first_parked()
     if not override then return end
-    local sequence = load_sequence(string.sub(place, 9))
+    local sequence = load_sequence(string.sub(place, 17)) -- behind the score
     if sequence and sequence.status == 'parked' then
       set_status(sequence, 'open')
       advance_sequence(sequence, now)
