@@ -30,6 +30,7 @@ def build_options(settings: Settings, warmups: WarmupFiles, *, observe: bool) ->
         tenant_attribute=settings.gateway.fairness_from,
         default_path=settings.gateway.path,
         merge_rules=settings.batching.active_rules(),
+        rule_timeouts=settings.batching.build_timeouts(),
         sequences=SequenceOptions(
             terms=sequences.build_terms(),
             token_header=sequences.header,
@@ -50,6 +51,8 @@ def _build_slice_options(slicing: SlicingSettings) -> SliceOptions:
         terms=slicing.build_terms(),
         measures_size=slicing.tokens is None,
         judges_cost=slicing.mode == "auto",
+        is_streamed=slicing.stream,
+        revokes=slicing.revoke == "on" or (slicing.revoke == "auto" and slicing.stream),
         max_kept_bytes=slicing.max_kept_bytes,
         max_started=slicing.max_started,
     )

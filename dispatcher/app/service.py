@@ -310,6 +310,7 @@ class Service:
             loop_problem=self.loop_lag.problem,
             recent_attempts=self.journal.recent_attempts,
             merger=self.dispatcher.merger,
+            queue_timeouts=self.dispatcher.queue_timeouts,
             turn_checker=self.dispatcher.turn_checker,
             model_router=self.dispatcher.model_router,
             slicer=self.dispatcher.slicer,
@@ -326,11 +327,13 @@ class Service:
             self.metrics.set_total(series.FREE_SECONDS, str(work), total=meter.free_unit_s[work])
         merger, turn_checker = self.dispatcher.merger, self.dispatcher.turn_checker
         slicer = self.dispatcher.slicer
+        self.metrics.set_total(series.REVOKED_SLICES, total=slicer.revoked_count)
         self.metrics.set_total(series.SLICE_TOKENS, total=slicer.generated_tokens)
         self.metrics.set_total(series.MERGED_REQUESTS, total=merger.merged_request_count)
         for metric, counts in (
             (series.MERGED_CALLS, merger.call_counts),
             (series.MERGE_CHECKS, merger.check_counts),
+            (series.RULE_TIMEOUTS, self.dispatcher.queue_timeouts.counts),
             (series.SEQUENCE_TURNS, turn_checker.turn_counts),
             (series.SEQUENCE_SERVERS, turn_checker.server_counts),
             (series.SLICES, slicer.answer_counts),

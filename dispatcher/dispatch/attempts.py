@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
 from dispatcher.core.gateway.outcome import Delivered, Failed, FailureKind
@@ -28,7 +29,7 @@ from dispatcher.dispatch.outcome_judge import OutcomeJudge
 from dispatcher.dispatch.queue_access import QueueAccess, loop_time
 from dispatcher.dispatch.sequences.turns import TurnChecker
 from dispatcher.dispatch.slices.slicer import Slicer
-from dispatcher.ports import AttemptResult, Gateway
+from dispatcher.ports import AttemptResult, Gateway, Release
 from dispatcher.telemetry.events import Event, emit
 
 
@@ -162,6 +163,8 @@ class AttemptRunner:
         if sliced is not None and isinstance(outcome, Delivered):
             outcome = Delivered(outcome.status, sliced.body)
             result = result.copy_with(outcome=outcome)
+        elif not isinstance(outcome, Delivered):
+            self._keep_partial_progress(entry, request, result.sticky_token)
         completion = completions.build_completion(
             entry.lease,
             request,
@@ -171,7 +174,19 @@ class AttemptRunner:
             self._random.random(),
             sliced,
         )
-        self._complete(self._turn_checker.add_turn_end(entry, completion, result))
+        self._complete_with_progress(entry, self._turn_checker.add_turn_end(entry, completion, result))
+
+    def _keep_partial_progress(self, entry: InFlightLease, request: Request, sticky_token: str = "") -> None:
+        """Keep what a slice has generated whose answer broke off."""
+        progress = self._slicer.find_partial_progress(entry.lease.token, request, sticky_token)
+        if progress is not None:
+            self._in_flight.set_progress(entry, progress)
+
+    def _complete_with_progress(self, entry: InFlightLease, completion: Completion) -> None:
+        """Complete a lease. If its request returns to the queue, new progress is stored with it."""
+        if entry.has_new_progress and isinstance(completion, Release):
+            completion = replace(completion, progress=entry.lease.progress)
+        self._complete(completion)
 
     def _interpret_answer(self, attempt: Attempt, judged: AttemptResult) -> FollowUp:
         """Return what the answer means for each lease. An internal error costs each lease a failed
@@ -205,6 +220,7 @@ class AttemptRunner:
 
     def _complete_stopped_attempt(self, attempt: Attempt) -> None:
         for entry in attempt.leases:
+            self._keep_partial_progress(entry, attempt.request)
             self._complete_stopped(entry)
         self._apply_follow_up(attempt, self._merger.handle_stopped(attempt))
 
@@ -223,8 +239,8 @@ class AttemptRunner:
             self._complete_stopped_attempt(attempt)
 
     def _complete_stopped(self, entry: InFlightLease) -> None:
-        """Complete a lease whose answer is no longer awaited. If the process is stopping, the lease is
-        returned."""
+        """Complete a lease whose answer is no longer awaited. If the process is stopping, or the slice was
+        revoked, the lease is returned."""
         if entry.stop_reason == "cancelled" and entry.request is not None:
             self._complete(completions.build_cancellation(entry.lease, entry.request))
         elif entry.stop_reason == "deadline" and entry.request is not None:
@@ -232,7 +248,7 @@ class AttemptRunner:
         elif entry.stop_reason == "lost":
             self._remove_lease(entry.lease.token)
         else:
-            self._complete(completions.build_return(entry.lease))
+            self._complete_with_progress(entry, completions.build_return(entry.lease))
 
 
 def _make_internal_failure(error: Exception) -> Failed:

@@ -13,7 +13,7 @@ from dispatcher.core.requests.lanes import Lane
 from dispatcher.core.requests.request import Request
 from dispatcher.ports import AnswerMemory, Lease
 
-StopReason = Literal["cancelled", "lost", "deadline", "drain"]
+StopReason = Literal["cancelled", "lost", "deadline", "drain", "revoked"]
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +66,8 @@ class InFlightLease:
     claimed_at: float = 0.0
     confirmed_at: float = 0.0
     """Start of the newest call that confirmed the lease, by the clock of `LeaseValidity`."""
+    has_new_progress: bool = False
+    """True if the queue does not have the progress of the lease yet."""
     answer_memory: AnswerMemory | None = None
     """Memory that the answer occupies. `None` if there is no answer, or its memory is not counted."""
 
@@ -145,6 +147,10 @@ class InFlightTable:
         """Set the units that a lease counts. It must not be at the gateway yet."""
         self.units += units - entry.lease.units
         entry.lease = entry.lease.copy_with(units=units)
+
+    def set_progress(self, entry: InFlightLease, progress: bytes) -> None:
+        """Set what slices have generated, as it is to be stored with the request."""
+        entry.lease, entry.has_new_progress = entry.lease.copy_with(progress=progress), True
 
     def enter_batch_group(self, entry: InFlightLease) -> None:
         entry.is_in_batch_group = True

@@ -137,6 +137,7 @@ class Dispatcher:
             complete,
             remove,
         )
+        self.queue_timeouts = self._pipeline.queue_timeouts
         lane_rules = LaneRules()
         self._flusher = CompletionFlusher(access, lane_rules, journal, self._remove_lease)
         self._claimer = Claimer(
@@ -257,6 +258,7 @@ class Dispatcher:
         """Schedule the next turn: when the allowance may change, or after MAX_TURN_INTERVAL_S."""
         at = loop_time()
         allowance = self.limiter.get_allowance(at)
+        self.slicer.revoke_slices(allowance, self._in_flight, self.limiter.other_owners_units)
         wake_at = at + (self._access.retry_pause_s if self._flusher.pending else MAX_TURN_INTERVAL_S)
         if (group_due_at := self._pipeline.next_group_due_at) is not None:
             wake_at = max(min(wake_at, group_due_at), at)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dispatcher.core.merging.grouping import BatchRule
     from dispatcher.core.models.versions import FamilyTerms
     from dispatcher.core.models.warmup import WarmupRequest
+    from dispatcher.core.requests.queue_timeouts import RuleTimeout
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,12 @@ class SliceOptions:
     """True to choose the number of tokens of a slice by what it costs to continue a generation."""
     judges_cost: bool = True
     """True to send requests whole where the model servers do not keep the beginning in their prefix cache."""
+    is_streamed: bool = False
+    """True to read slices as streams, so that a slice that breaks off keeps what it has generated."""
     max_kept_bytes: int = 1 << 20
     """Largest size of what was generated so far. A longer generation goes on in one call."""
+    revokes: bool = False
+    """True to end running slices early when realtime requests wait."""
     max_started: int = 1000
     """Number of requests that wait for their next slice at which no further request is sliced."""
     skips_check: bool = False
@@ -95,6 +100,8 @@ class Options:
     """Path of requests that name none."""
     merge_rules: Sequence[BatchRule] = ()
     """Rules for requests that may be merged into one call."""
+    rule_timeouts: Sequence[RuleTimeout] = ()
+    """Timeouts of all batching rules, also of those that do not merge. Empty if no rule has one."""
     sequences: SequenceOptions = field(default_factory=SequenceOptions)
     slicing: SliceOptions = field(default_factory=SliceOptions)
     model_terms: ModelTerms | None = None

@@ -73,7 +73,7 @@ async def send_and_read(
         progress.queued_s = _parse_milliseconds(headers[QUEUE_DURATION])
     if progress.token_header:
         progress.token = headers.get(progress.token_header, "")
-    chunks: list[bytes] = []
+    chunks = [] if progress.received is None else progress.received
     try:
         body = await read_body(headers, stream, limit_bytes, chunks, progress)
     except NETWORK_ERRORS as error:

@@ -199,6 +199,7 @@ class HttpGateway:
         progress = self._attempts[token] = AttemptProgress(
             may_send=may_send, buffer=buffer, deadline=deadline
         )
+        progress.received = request.received
         if request.session is not None:
             progress.token_header = request.session.token_header
         prepared = PreparedRequest(url, headers, request.payload, progress)

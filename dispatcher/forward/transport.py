@@ -72,6 +72,8 @@ class AttemptProgress:
     """Value of the response header `token_header`."""
     queued_s: float | None = None
     """Seconds that the request waited in the endpoint picker, according to the answer."""
+    received: list[bytes] | None = None
+    """List to which the parts of the answer are added. `None` if the caller does not need it."""
     buffer: AnswerBuffer | None = None
     """Memory that the answer takes. `None` if it is not counted."""
     timer: asyncio.Timeout | None = None

@@ -39,6 +39,17 @@ class SlicingSettings(Section):
         description="Smallest `max_tokens` of a request that is sliced. If null, twice the tokens "
         "of a slice.",
     )
+    stream: bool = Field(
+        False,
+        description="If true, the dispatcher reads the answers to slices as streams, so that a slice that is "
+        "evicted, revoked or cut keeps what it has generated. If false, its tokens are generated again.",
+    )
+    revoke: Literal["off", "auto", "on"] = Field(
+        "auto",
+        description="`on`: running slices end early, the youngest first, when a reading shows that realtime "
+        "requests wait or use the reserve. `auto`: only with `stream: true`, which keeps what they have "
+        "generated. `off`: slices run to their end.",
+    )
     paths: Annotated[tuple[UrlPath, ...], Field(strict=False)] = Field(
         ("/v1/completions", "/v1/chat/completions"),
         description="Paths of the requests that may be sliced. They end with `/completions`, or with "

@@ -23,6 +23,7 @@ from dispatcher.dispatch.options import Options
 from dispatcher.dispatch.outcome_judge import OutcomeJudge
 from dispatcher.dispatch.queue_access import QueueAccess
 from dispatcher.dispatch.sequences.turns import TurnChecker
+from dispatcher.dispatch.slices.slicer import Slicer
 from dispatcher.forward.buffers import AnswerBuffer, AnswerBufferPool
 from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
@@ -88,6 +89,7 @@ class Bench:
             RequestMerger(options, rand),
             TurnChecker(access, self.table, options, complete, remove_lease),
             ModelRouter(access, self.table, options, complete),
+            Slicer(access, self.gateway, options, lambda request: False),
             rand,
             complete,
             remove_lease,

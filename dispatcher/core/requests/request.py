@@ -82,6 +82,9 @@ class Request(msgspec.Struct, frozen=True):
     endpoints: str = ""
     """Model servers that may receive the request, as `ip:port,ip:port`, set by the dispatcher. Empty for any
     server. Members do not contain it."""
+    received: list[bytes] | None = None
+    """List to which the parts of the answer are added as they arrive, so that they are known even if it
+    breaks off. Set by the dispatcher. Members do not contain it."""
 
 
 class Rejection(msgspec.Struct, frozen=True):
@@ -412,7 +415,7 @@ def encode_member(
         "metadata": metadata,
         "headers": headers,
         "endpoint": endpoint,
-        "sequence": None if sequence is None else replace(sequence, owner="", submitted_at=0.0),
+        "sequence": None if sequence is None else replace(sequence, owner="", submitted_at=0.0, override=""),
     }
     member = _encode(
         {

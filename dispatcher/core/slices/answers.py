@@ -7,6 +7,7 @@ whole, so that no consumer gets text that one call could not have returned.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from dispatcher.core.slices.eligibility import Generation, WholeReason
 from dispatcher.core.slices.progress import Progress, Stage
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""What many servers return for bytes that are no complete character."""
+"""Character that many servers return for bytes that are no complete character."""
 _BYTES_PER_TOKEN_ID = 5
 """Largest size of a token id in the stored progress."""
 
@@ -71,7 +72,7 @@ SliceResult = Unchanged | Finished | Continues
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What one slice has generated."""
+    """Text and tokens of one slice."""
 
     answer: dict[str, Any]
     """The whole answer."""
@@ -80,6 +81,15 @@ class _Piece:
     usage: Usage
     token_ids: tuple[int, ...]
     prompt_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Values that are kept with the text."""
+
+    max_bytes: int
+    version: str
+    session_token: str
 
 
 class _NotContinuable(Exception):  # noqa: N818 - never leaves this module
@@ -104,11 +114,15 @@ def interpret_answer(
     max_kept_bytes: int,
     version: str = "",
     session_token: str = "",
+    repeats_text: bool = False,
+    is_cut: bool = False,
 ) -> SliceResult:
     """Return what the answer to a slice means. `progress` is that of the slices before, `asked_tokens` the
     `max_tokens` of this one.
 
-    `version` and `session_token` are kept for the next slice.
+    `version` and `session_token` are kept for the next slice. `repeats_text` says that the server repeats the
+    beginning of a message that it continues. `is_cut` says that the answer broke off, and has fewer tokens
+    than it would have had.
     """
     if progress is not None and progress.stage is Stage.RESTART:
         return Unchanged()
@@ -116,7 +130,11 @@ def interpret_answer(
         return _interpret_error(progress, status)
     try:
         piece = _read_piece(body, is_chat=generation.is_chat)
-        return _join_piece(generation, progress, piece, asked_tokens, max_kept_bytes, version, session_token)
+        if repeats_text and progress is not None:
+            piece = _remove_repetition(piece, progress.text)
+        kept = _Kept(max_kept_bytes, version, session_token)
+        joined = _join_piece(generation, progress, piece, 0 if is_cut else asked_tokens, kept)
+        return _add_uncounted_tokens(joined, progress, piece) if is_cut else joined
     except _NotContinuable as error:
         if progress is None and _has_ended(body):
             return Unchanged()
@@ -200,9 +218,7 @@ def _join_piece(
     progress: Progress | None,
     piece: _Piece,
     asked_tokens: int,
-    max_kept_bytes: int,
-    version: str,
-    session_token: str,
+    kept: _Kept,
 ) -> Finished | Continues:
     before = progress or _make_first(piece)
     if progress is not None and progress.token_ids and piece.text.startswith(REPLACEMENT):
@@ -219,9 +235,10 @@ def _join_piece(
         token_ids=_join_token_ids(progress, piece),
         prompt_token_ids=before.prompt_token_ids or piece.prompt_token_ids,
         tokens=tokens,
+        uncounted_tokens=0,
         cached_tokens=cached_tokens,
-        version=version,
-        session_token=session_token or before.session_token,
+        version=kept.version,
+        session_token=kept.session_token or before.session_token,
     )
     cut_at = _find_stop(generation.stop, text, len(before.text))
     if cut_at is not None:
@@ -235,9 +252,9 @@ def _join_piece(
     )
     if not goes_on:
         return _finish(joined, piece, text, piece.finish_reason, None, is_chat=generation.is_chat)
-    continuable = _prepare_continuation(generation, joined, max_kept_bytes)
+    continuable = _prepare_continuation(generation, joined, kept.max_bytes)
     if continuable.stage is Stage.REST and before.stage is Stage.SLICES:
-        why = f"what was generated so far exceeds slicing.max_kept_bytes, {max_kept_bytes}"
+        why = f"what was generated so far exceeds slicing.max_kept_bytes, {kept.max_bytes}"
         return Continues(continuable, piece.usage, WholeReason.TOO_LARGE, why)
     if len(continuable.text) <= len(before.text) and not continuable.token_ids:
         # The next slice would be the same again.
@@ -246,6 +263,27 @@ def _join_piece(
             raise _NotContinuable(WholeReason.BODY, why)
         return Continues(replace(continuable, stage=Stage.REST), piece.usage, WholeReason.BODY, why)
     return Continues(continuable, piece.usage)
+
+
+def _remove_repetition(piece: _Piece, text: str) -> _Piece:
+    """Return the piece without the text that its message begins with."""
+    if not piece.text.startswith(text):
+        raise _NotContinuable(WholeReason.BODY, "the server has not repeated the beginning of the message")
+    return dataclasses.replace(piece, text=piece.text[len(text) :])
+
+
+def _add_uncounted_tokens(
+    joined: Finished | Continues, before: Progress | None, piece: _Piece
+) -> Finished | Continues:
+    """Return the result of a cut answer with the tokens that it may have had in addition."""
+    if not isinstance(joined, Continues) or piece.token_ids:
+        return joined
+    # A token has at least one byte.
+    uncounted_tokens = max(0, len(piece.text.encode(errors="replace")) - piece.usage.completion_tokens)
+    if before is not None and not piece.usage.prompt_tokens:  # those before are not counted yet either
+        uncounted_tokens += before.uncounted_tokens
+    progress = replace(joined.progress, uncounted_tokens=uncounted_tokens)
+    return dataclasses.replace(joined, progress=progress)
 
 
 def _make_first(piece: _Piece) -> Progress:
@@ -275,8 +313,9 @@ def _count_kept_tokens(progress: Progress | None, piece: _Piece) -> int:
     if progress.token_ids:
         return len(progress.token_ids)
     left = piece.usage.prompt_tokens - progress.prompt_tokens
-    # Some servers count only tokens that are not in the prefix cache.
-    return left if 0 < left <= progress.tokens else progress.tokens
+    # Some servers count only tokens that are not in the prefix cache, so only a similar number is believed.
+    most = progress.tokens + progress.uncounted_tokens
+    return left if progress.tokens / 2 <= left <= 2 * most + 16 else progress.tokens
 
 
 def _join_token_ids(progress: Progress | None, piece: _Piece) -> tuple[int, ...]:

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import msgspec
+from msgspec.structs import replace
 
+from dispatcher.core.requests.request import Request
+from dispatcher.core.sequences.turns import Session
 from dispatcher.core.slices.eligibility import Generation
 from dispatcher.core.slices.progress import Progress, Stage
 
 _encode = msgspec.json.Encoder().encode
 _TRUE, _FALSE = msgspec.Raw(b"true"), msgspec.Raw(b"false")
+_USAGE = msgspec.Raw(b'{"include_usage":true}')
 
 
 def compute_slice_tokens(generation: Generation, progress: Progress | None, slice_tokens: int) -> int:
     """Return the number of tokens that the next call asks for."""
     if progress is None:
         return min(slice_tokens, generation.max_tokens)
-    remaining = max(1, generation.max_tokens - progress.tokens)
+    # The answer to this call will say how many tokens there are.
+    remaining = max(1, generation.max_tokens - progress.tokens - progress.uncounted_tokens)
     return remaining if progress.stage is Stage.REST else min(slice_tokens, remaining)
 
 
 def build_slice_body(
-    generation: Generation, progress: Progress | None, max_tokens: int, *, wants_token_ids: bool
+    generation: Generation,
+    progress: Progress | None,
+    max_tokens: int,
+    *,
+    wants_token_ids: bool,
+    is_streamed: bool = False,
 ) -> bytes:
     """Return the body of the next slice, which generates up to `max_tokens`.
 
@@ -31,6 +41,8 @@ def build_slice_body(
     # A chat may have both names for the number of tokens, and servers differ in which one counts.
     fields.pop("max_tokens", None)
     fields[generation.max_tokens_field] = msgspec.Raw(b"%d" % max_tokens)
+    if is_streamed:
+        fields["stream"], fields["stream_options"] = _TRUE, _USAGE
     if wants_token_ids and not generation.is_chat:
         fields["return_token_ids"] = _TRUE
     if progress is not None and progress.slices:
@@ -46,6 +58,13 @@ def build_slice_body(
             assert isinstance(generation.prompt, str)  # noqa: S101 -- others are continued by their tokens
             fields["prompt"] = msgspec.Raw(_encode(generation.prompt + progress.text))
     return _encode(fields)
+
+
+def replace_body(
+    request: Request, body: bytes, session: Session | None, received: list[bytes] | None = None
+) -> Request:
+    """Return the request with another body, as it is sent for one slice."""
+    return replace(request, payload=body, session=session, received=received)
 
 
 def _append_message(messages: msgspec.Raw, text: str) -> msgspec.Raw:

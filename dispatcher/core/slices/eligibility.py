@@ -56,7 +56,7 @@ class WholeReason(StrEnum):
     TOO_MANY_STARTED = "too many started"
     """`slicing.max_started` requests have been started and wait for their next slice."""
     TOO_LARGE = "too large"
-    """What was generated so far exceeds `slicing.max_kept_bytes`."""
+    """The text generated so far exceeds `slicing.max_kept_bytes`."""
 
 
 @dataclass(frozen=True, slots=True)

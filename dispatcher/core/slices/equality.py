@@ -21,6 +21,7 @@ from dispatcher.core.slices.answers import Continues, Finished, interpret_answer
 from dispatcher.core.slices.bodies import build_slice_body, compute_slice_tokens
 from dispatcher.core.slices.eligibility import Generation, SliceTerms, WholeReason, check_generation
 from dispatcher.core.slices.progress import Progress, Stage
+from dispatcher.core.slices.stream import join_events
 
 MAX_ROUNDS = 3
 _SLICE_TOKENS, _WHOLE_TOKENS = 8, 24
@@ -34,6 +35,8 @@ class Continuation(StrEnum):
 
     TOKEN_IDS = "token ids"  # noqa: S105 -- no password
     TEXT = "text"
+    REPEATED_TEXT = "repeated text"
+    """By the text, which the answers of the server begin with."""
 
 
 class _Kind(StrEnum):
@@ -44,8 +47,14 @@ class _Kind(StrEnum):
 class EqualityCheck:
     """One check. Send `next_body` until it is `None`, and report each answer."""
 
-    def __init__(self, path: str, model: str, template_options: msgspec.Raw | None = None) -> None:
-        """Begin the check of `model`. `template_options` are the `chat_template_kwargs` of the requests."""
+    def __init__(
+        self, path: str, model: str, template_options: msgspec.Raw | None = None, *, is_streamed: bool = False
+    ) -> None:
+        """Begin the check of `model`. `template_options` are the `chat_template_kwargs` of the requests.
+
+        `is_streamed` says that slices ask for streams.
+        """
+        self._is_streamed = is_streamed
         self._path = path
         self._payload = _build_payload(path, model, template_options)
         generation = check_generation(path, self._payload, SliceTerms(_SLICE_TOKENS, 1, (path,)))
@@ -57,10 +66,11 @@ class EqualityCheck:
         """True if the answers say nothing: an error, or a generation that ended too early."""
         self.reason = WholeReason.UNEQUAL
         self.why = ""
-        """What was not equal, in one sentence."""
+        """Sentence that says what was not equal."""
         self._round = 1
         self._kind: _Kind | None = _Kind.WHOLE
         self._wants_token_ids = not generation.is_chat
+        self._repeats_text = False
         self._whole: tuple[Any, ...] = ()
         self._progress: Progress | None = None
         self._asked_tokens = 0
@@ -74,7 +84,11 @@ class EqualityCheck:
             return self._payload
         self._asked_tokens = compute_slice_tokens(self._generation, self._progress, _SLICE_TOKENS)
         return build_slice_body(
-            self._generation, self._progress, self._asked_tokens, wants_token_ids=self._wants_token_ids
+            self._generation,
+            self._progress,
+            self._asked_tokens,
+            wants_token_ids=self._wants_token_ids,
+            is_streamed=self._is_streamed,
         )
 
     def record_answer(self, status: int, body: bytes) -> None:
@@ -99,6 +113,9 @@ class EqualityCheck:
         if is_rejected and self._wants_token_ids:
             self._restart_slices(wants_token_ids=False)  # the server may not know the field
             return
+        joined = join_events(body) if self._is_streamed and 200 <= status < 300 else None
+        if joined is not None:
+            body = joined[0]
         result = interpret_answer(
             self._generation,
             self._progress,
@@ -106,6 +123,7 @@ class EqualityCheck:
             body,
             asked_tokens=self._asked_tokens,
             max_kept_bytes=_MAX_KEPT_BYTES,
+            repeats_text=self._repeats_text,
         )
         match result:
             case Continues(progress, _, reason, why) if progress.stage is Stage.RESTART:
@@ -122,22 +140,30 @@ class EqualityCheck:
             self._end_round("the same generation in slices had another text", None)
             return
         has_token_ids = self._progress is not None and bool(self._progress.token_ids)
-        self.continuation = Continuation.TOKEN_IDS if has_token_ids else Continuation.TEXT
+        by_text = Continuation.REPEATED_TEXT if self._repeats_text else Continuation.TEXT
+        self.continuation = Continuation.TOKEN_IDS if has_token_ids else by_text
         self._kind = None
 
     def _end_round(self, why: str, reason: WholeReason | None) -> None:
         """Continue after slices that were not equal to the whole."""
-        self.why, self.reason = why, reason or WholeReason.UNEQUAL
+        if not self._repeats_text:  # that was only a trial
+            self.why, self.reason = why, reason or WholeReason.UNEQUAL
+        is_unequal = self.reason is WholeReason.UNEQUAL
         if self._wants_token_ids and self._progress is not None and self._progress.token_ids:
             self._restart_slices(wants_token_ids=False)
-        elif self._round < MAX_ROUNDS and reason is None:
+        elif is_unequal and self._generation.is_chat and not self._repeats_text:
+            # Some servers answer with the whole message, and not only with its continuation.
+            self._restart_slices(wants_token_ids=False, repeats_text=True)
+        elif is_unequal and self._round < MAX_ROUNDS:
             self._round += 1
             self._kind, self._wants_token_ids = _Kind.WHOLE, not self._generation.is_chat
+            self._repeats_text = False
         else:
             self._kind = None
 
-    def _restart_slices(self, *, wants_token_ids: bool) -> None:
-        self._progress, self._wants_token_ids = None, wants_token_ids
+    def _restart_slices(self, *, wants_token_ids: bool, repeats_text: bool = False) -> None:
+        self._progress = None
+        self._wants_token_ids, self._repeats_text = wants_token_ids, repeats_text
 
 
 def _build_payload(path: str, model: str, template_options: msgspec.Raw | None) -> bytes:

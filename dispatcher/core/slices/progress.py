@@ -19,7 +19,7 @@ class Stage(StrEnum):
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True):
-    """What the slices so far have generated.
+    """Text and tokens that the slices so far have generated.
 
     `array_like`, because it is written and read for each slice. New fields are added at the end, with a
     default.
@@ -36,6 +36,8 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of the prompt. Empty if the generation is continued by its text."""
     tokens: int = 0
     """Number of generated tokens."""
+    uncounted_tokens: int = 0
+    """Largest number of tokens in addition to `tokens`, after a stream broke off that does not say it."""
     prompt_tokens: int = 0
     """Number of tokens of the prompt, as the first answer says."""
     cached_tokens: int = 0
@@ -60,6 +62,12 @@ _decode = msgspec.msgpack.Decoder(Progress).decode
 
 def encode_progress(progress: Progress) -> bytes:
     return _encode(progress)
+
+
+def find_version(stored: bytes) -> str:
+    """Return the version that a stored generation has begun with. Empty if there is none."""
+    progress = decode_progress(stored) if stored else None
+    return "" if progress is None else progress.version
 
 
 def decode_progress(stored: bytes) -> Progress | None:

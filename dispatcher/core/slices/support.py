@@ -1,4 +1,4 @@
-"""What is known about slicing on each model: whether the text is equal to that of one call, and the cost."""
+"""Knowledge about slicing on each model: whether the text is equal to that of one call, and the cost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ModelKey = tuple[str, str, bytes]
 
 @dataclass(slots=True)
 class ModelSupport:
-    """What is known about one model."""
+    """Knowledge about one model."""
 
     continuation: Continuation | None = None
     """How its generations are continued. `None` if they are not."""
@@ -55,6 +55,8 @@ class ModelSupport:
 class SupportTable:
     """All models of one process."""
 
+    is_streamed: bool = False
+    """True if slices ask for streams."""
     judges_cost: bool = True
     """True to send requests whole where slices find nothing in the prefix cache."""
     _models: dict[ModelKey, ModelSupport] = field(default_factory=dict)
@@ -82,7 +84,8 @@ class SupportTable:
             return None
         support.is_being_checked = True
         path, model, template_options = key
-        return EqualityCheck(path, model, msgspec.Raw(template_options) if template_options else None)
+        options = msgspec.Raw(template_options) if template_options else None
+        return EqualityCheck(path, model, options, is_streamed=self.is_streamed)
 
     def end_check(self, key: ModelKey, check: EqualityCheck | None, at: float) -> bool:
         """Record the result of a check, `None` if it was interrupted. Return True if it changes whether

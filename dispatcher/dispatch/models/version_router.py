@@ -24,6 +24,7 @@ from dispatcher.core.models.availability import GATEWAY
 from dispatcher.core.models.body_rewrite import prepare_for_version
 from dispatcher.core.models.rollover import ModelFamily
 from dispatcher.core.models.versions import FamilyIndex, PinScope, VersionFacts, VersionState
+from dispatcher.core.slices.progress import find_version
 from dispatcher.dispatch.queue_access import loop_time
 from dispatcher.ports import ModelRegistryState, PinRequest
 from dispatcher.telemetry.events import Event, emit
@@ -278,17 +279,23 @@ class VersionRouter:
         # Many requests may belong to one job: ask for each key once.
         pin_requests: dict[str, PinRequest] = {}
         for claimed, model in zip(requests, models, strict=True):
-            claimed.version = choice = self._choose_version(model, claimed.request)
+            begun_with = find_version(claimed.entry.lease.progress)
+            claimed.version = choice = self._choose_version(model, claimed.request, begun_with)
             if isinstance(choice, PinRequest):
                 pin_requests[choice.key] = choice
         return list(pin_requests.values())
 
-    def _choose_version(self, model: str, request: Request) -> str | PinRequest:
+    def _choose_version(self, model: str, request: Request, begun_with: str = "") -> str | PinRequest:
         """Return the version, or the pin to ask the queue for. Empty if the model has no versions, or none is
-        open."""
+        open.
+
+        A generation continues on the version that it has begun with, as long as that is served.
+        """
         family = self._families.get(model)
         if family is None or self.get_drain_note(model):  # operators can drain the whole model
             return ""
+        if begun_with and family.can_keep(begun_with):
+            return begun_with
         key = build_pin_key(family.terms, request)
         kept, until = self._pin_cache.get(key, ("", 0.0))
         if until > loop_time() and family.can_keep(kept):

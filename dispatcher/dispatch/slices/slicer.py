@@ -14,16 +14,16 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
-
 from dispatcher.core.gateway.outcome import Delivered
 from dispatcher.core.sequences.turns import Session
-from dispatcher.core.slices.answers import Continues, Finished, Usage, interpret_answer
-from dispatcher.core.slices.bodies import build_slice_body, compute_slice_tokens
+from dispatcher.core.slices.answers import Continues, Finished, SliceResult, Usage, interpret_answer
+from dispatcher.core.slices.bodies import build_slice_body, compute_slice_tokens, replace_body
 from dispatcher.core.slices.eligibility import Generation, WholeReason, check_generation
 from dispatcher.core.slices.equality import Continuation
-from dispatcher.core.slices.progress import Progress, Stage, decode_progress
+from dispatcher.core.slices.progress import Progress, Stage, decode_progress, encode_progress
+from dispatcher.core.slices.revocation import RevocationPlanner
 from dispatcher.core.slices.size import MEASURE_TOKENS, vary_tokens
+from dispatcher.core.slices.stream import join_events
 from dispatcher.core.slices.support import ModelKey, ModelSupport, SupportTable
 from dispatcher.dispatch.queue_access import loop_time
 from dispatcher.telemetry.events import Event, emit
@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dispatcher.core.gateway.outcome import Outcome
+    from dispatcher.core.limit.allowance import Allowance
     from dispatcher.core.requests.request import Request
     from dispatcher.dispatch.claimed_request import ClaimedRequest
-    from dispatcher.dispatch.in_flight import Attempt
+    from dispatcher.dispatch.in_flight import Attempt, InFlightTable
     from dispatcher.dispatch.options import Options
     from dispatcher.dispatch.queue_access import QueueAccess
     from dispatcher.ports import AttemptResult, Gateway
@@ -52,11 +53,13 @@ class _Slice:
     generation: Generation
     key: ModelKey
     progress: Progress | None
-    """What earlier slices have generated. `None` before the first one."""
+    """Progress of earlier slices. `None` before the first one."""
     is_checked: bool
     """False if the model must be checked before the first slice."""
     asked_tokens: int = 0
     """Number of tokens that the call asks for. 0 if it is not a slice."""
+    received: list[bytes] | None = None
+    """Parts of the streamed answer. `None` if it is not streamed."""
 
 
 class Slicer:
@@ -76,6 +79,9 @@ class Slicer:
         """Number of answers to slices by what followed."""
         self.generated_tokens = 0
         """Number of tokens of all slices."""
+        self.revoked_count = 0
+        """Number of slices that were ended early."""
+        self._revocations = RevocationPlanner()
         self._access = access
         self._gateway = gateway
         self._is_merged = is_merged
@@ -90,6 +96,7 @@ class Slicer:
         self._default_path = options.default_path
         self._token_header = options.sequences.token_header.lower()
         self.support.judges_cost = options.slicing.judges_cost
+        self.support.is_streamed = options.slicing.is_streamed
 
     @property
     def measures_size(self) -> bool:
@@ -185,9 +192,17 @@ class Slicer:
         wants_token_ids = (
             support.continuation is Continuation.TOKEN_IDS if progress is None else bool(progress.token_ids)
         )
-        body = build_slice_body(generation, progress, planned.asked_tokens, wants_token_ids=wants_token_ids)
+        body = build_slice_body(
+            generation,
+            progress,
+            planned.asked_tokens,
+            wants_token_ids=wants_token_ids,
+            is_streamed=self._options.is_streamed,
+        )
+        planned.received = [] if self._options.is_streamed else None
         failed_attempts = attempt.leases[0].lease.failed_attempts
-        return replace(request, payload=body, session=self._build_session(request, progress, failed_attempts))
+        session = self._build_session(request, progress, failed_attempts)
+        return replace_body(request, body, session, planned.received)
 
     def _choose_slice_tokens(self, support: ModelSupport, *, is_continued: bool) -> int:
         size = self._options.terms.slice_tokens
@@ -237,7 +252,7 @@ class Slicer:
             while (body := check.next_body) is not None:
                 number += 1
                 result = await self._gateway.forward(
-                    replace(attempt.request, payload=body),
+                    replace_body(attempt.request, body, attempt.request.session),
                     token=f"{attempt.token}/check-{number}",
                     deadline=deadline,
                     may_send=may_send,
@@ -264,6 +279,30 @@ class Slicer:
             why=support.why,
         )
 
+    # ── revoke ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def revoke_slices(self, allowance: Allowance, in_flight: InFlightTable, other_owners_units: int) -> None:
+        """End the youngest slices if a reading shows that realtime requests need their slots."""
+        if not self._options.revokes or not self._slices:
+            return
+        all_units = in_flight.units + other_owners_units
+        running = [
+            entry
+            for entry in in_flight.list_at_gateway()
+            if entry.stop_reason is None
+            and (planned := self._slices.get(entry.lease.token)) is not None
+            and planned.asked_tokens
+        ]
+        units = self._revocations.plan_revocations(
+            allowance, loop_time(), sum(entry.lease.units for entry in running), all_units
+        )
+        for entry in sorted(running, key=lambda entry: -entry.claimed_at):
+            if units <= 0:
+                break
+            units -= entry.lease.units
+            self.revoked_count += 1
+            in_flight.stop_waiting(entry, "revoked")
+
     # ── interpret ────────────────────────────────────────────────────────────────────────────────────────
 
     def interpret_outcome(
@@ -276,15 +315,11 @@ class Slicer:
         planned = self._slices.get(token)
         if planned is None or not planned.asked_tokens or not isinstance(outcome, Delivered):
             return None
-        interpreted = interpret_answer(
-            planned.generation,
-            planned.progress,
-            outcome.status,
-            outcome.body,
-            asked_tokens=planned.asked_tokens,
-            max_kept_bytes=self._options.max_kept_bytes,
-            version=request.version,
-            session_token=result.sticky_token,
+        body, is_complete = outcome.body, True
+        if planned.received is not None and (joined := join_events(body)) is not None:
+            body, is_complete = joined
+        interpreted = self._interpret(
+            planned, outcome.status, body, request.version, result.sticky_token, is_cut=not is_complete
         )
         if not isinstance(interpreted, Continues | Finished):
             return None
@@ -305,6 +340,49 @@ class Slicer:
                 self.support.record_reason(planned.key, interpreted.reason, interpreted.why, loop_time())
                 self._log_support(planned.key)
         return interpreted
+
+    def find_partial_progress(self, token: str, request: Request, sticky_token: str = "") -> bytes | None:
+        """Return the progress that includes what a slice has generated whose answer broke off. `None` if
+        there is nothing new."""
+        planned = self._slices.get(token)
+        if planned is None or not planned.received or not planned.asked_tokens:
+            return None
+        has_token_ids = self.support.get_support(planned.key).continuation is Continuation.TOKEN_IDS
+        if planned.generation.stop and has_token_ids:
+            # Servers hold back text that may begin a stop string, but not its tokens.
+            return None
+        joined = join_events(b"".join(planned.received))
+        if joined is None:
+            return None
+        interpreted = self._interpret(planned, 200, joined[0], request.version, sticky_token, is_cut=True)
+        # What cannot be continued is generated again. So is a first slice of which the prompt's number of
+        # tokens is not known, because the tokens of later slices could not be counted.
+        if (
+            not isinstance(interpreted, Continues)
+            or interpreted.progress.stage is Stage.RESTART
+            or not interpreted.progress.prompt_tokens
+        ):
+            return None
+        if interpreted.usage is not None:
+            self.generated_tokens += interpreted.usage.completion_tokens
+        return encode_progress(interpreted.progress)
+
+    def _interpret(
+        self, planned: _Slice, status: int, body: bytes, version: str, session_token: str, *, is_cut: bool
+    ) -> SliceResult:
+        continuation = self.support.get_support(planned.key).continuation
+        return interpret_answer(
+            planned.generation,
+            planned.progress,
+            status,
+            body,
+            asked_tokens=planned.asked_tokens,
+            max_kept_bytes=self._options.max_kept_bytes,
+            version=version,
+            session_token=session_token,
+            repeats_text=continuation is Continuation.REPEATED_TEXT,
+            is_cut=is_cut,
+        )
 
     def _record_cost(self, key: ModelKey, usage: Usage, duration_s: float) -> None:
         """Record what a continued slice has cost."""

@@ -2,9 +2,9 @@
 -- Uses: time
 --
 -- Python puts these locals in front of this text (redis/lua_scripts.py): the keys by name (PENDING …) and the expected
--- KEY_TYPES. And it replaces these names by numbers: the number of the keys (KEY_COUNT), of those that every script uses
--- (COMMON_KEY_COUNT), of all before those of requests that wait for a model (WAITING_FOR_MODEL_START) and before those of
--- requests with progress (PROGRESS_START), and the constants of constants.py.
+-- KEY_TYPES. It replaces these names by numbers: the number of the keys (KEY_COUNT), of those that every script uses
+-- (COMMON_KEY_COUNT), of all before those of requests that wait for a model (WAITING_FOR_MODEL_START) and before those
+-- of requests with progress (PROGRESS_START), and the constants of constants.py.
 --
 -- An entry is a request that was claimed at least once. ENTRIES has its state by its id, as one packed array with
 -- these indexes:

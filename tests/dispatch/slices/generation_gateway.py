@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from dispatcher.core.gateway.outcome import Delivered, Outcome, TooLate, Unsent
 from dispatcher.core.requests.request import Request
@@ -15,6 +15,7 @@ from dispatcher.lab.standin.generation_api import (
     parse_request,
 )
 from dispatcher.ports import AttemptResult
+from tests.dispatch.scene import AnsweringGateway
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Call:
 
 
 @dataclass
-class GenerationGateway:
+class GenerationGateway(AnsweringGateway):
     """Sends each request to the server of its session token, or else to the next one in turn."""
 
     config: GenerationConfig = field(default_factory=GenerationConfig)
@@ -55,7 +56,9 @@ class GenerationGateway:
     cold_token_s: float = 0.0
     """Time for each token of a prompt that is not in the prefix cache."""
     next_outcomes: deque[Outcome | None] = field(default_factory=deque)
-    """Outcomes of the next calls, after they have run. `None`: the answer of the server."""
+    """Outcomes of the next calls, instead of their answers. `None`: the answer of the server."""
+    cut_after: float = 1.0
+    """Share of its tokens that a call has generated when it gets an outcome of `next_outcomes`."""
     calls: list[Call] = field(default_factory=list)
     generated_tokens: int = 0
     """Number of tokens that were generated, also by calls whose answer was lost."""
@@ -65,9 +68,7 @@ class GenerationGateway:
     def __post_init__(self) -> None:
         self._servers = [Server(f"server-{number}") for number in range(self.server_count)]
 
-    async def forward(
-        self, request: Request, *, token: str, deadline: float, may_send: Callable[[], bool]
-    ) -> AttemptResult:
+    async def forward(self, request: Request, *, token: str, deadline: float, may_send: Any) -> AttemptResult:
         now = asyncio.get_running_loop().time
         sent_at = now()
         if not may_send():
@@ -82,15 +83,30 @@ class GenerationGateway:
         answer = parsed.generate_answer(cached)
         self.calls.append(Call(request.id, server.name, parsed.max_tokens))
         uncached = len(parsed.prompt) - cached
+        outcome = self.next_outcomes.popleft() if self.next_outcomes else None
+        count = answer.token_count if outcome is None else int(answer.token_count * self.cut_after)
+        id_ = f"call-{len(self.calls)}"
+        events = list(answer.build_events(id_, 1)) if parsed.is_stream else []
+        received: list[bytes] = [] if request.received is None else request.received
+        generated = 0
         try:
             async with asyncio.timeout_at(deadline):
-                await asyncio.sleep(self.token_s * answer.token_count + self.cold_token_s * uncached)
+                await asyncio.sleep(self.cold_token_s * uncached)
+                if not events:
+                    await asyncio.sleep(self.token_s * count)
+                    generated = count
+                for event in events:
+                    if event.tokens > count:
+                        break
+                    await asyncio.sleep(self.token_s * (event.tokens - generated))
+                    generated = event.tokens
+                    received.append(b"data: %b\n\n" % event.data)
         except TimeoutError:
             return AttemptResult(TooLate(), sent_at, now())
-        self.generated_tokens += answer.token_count
-        server.remember(tuple(answer.list_tokens(answer.token_count)))
-        outcome = self.next_outcomes.popleft() if self.next_outcomes else None
-        body = answer.build_body(f"call-{len(self.calls)}", 1)
+        finally:
+            self.generated_tokens += generated
+            server.remember(tuple(answer.list_tokens(generated)))
+        body = b"".join(received) if events else answer.build_body(id_, 1)
         return AttemptResult(outcome or Delivered(200, body), sent_at, now(), sticky_token=server.name)
 
     def _choose_server(self, request: Request) -> Server:
@@ -100,11 +116,6 @@ class GenerationGateway:
                 return server
         self._turn += 1
         return self._servers[self._turn % len(self._servers)]
-
-    def get_connected_at(self, token: str) -> float | None:
-        return None
-
-    def resize_connection_pool(self, max_requests: int) -> None: ...
 
 
 def generate_whole(request_path: str, payload: bytes, config: GenerationConfig) -> bytes:
