@@ -187,6 +187,14 @@ def simulate(
             min=0.0, help="With --slice: seconds to the first token of each continued slice in an empty pool."
         ),
     ] = SLICE_OVERHEAD_S,
+    revoke: Annotated[
+        bool,
+        typer.Option(
+            "--revoke",
+            help="With --slice: the dispatcher streams slices, and ends the youngest early when realtime "
+            "requests wait. Their tokens are kept.",
+        ),
+    ] = False,
     evict: Annotated[
         bool,
         typer.Option(
@@ -314,6 +322,8 @@ def simulate(
 
     # Check these options before the trace is read, which takes longer.
     names = _parse_policies(policy, has_slices=slice_tokens is not None)
+    if revoke and slice_tokens is None:
+        raise exit_error("--revoke: only slices can be ended early; give --slice, too", 2)
     if slice_tokens is not None and batch_seconds is not None:
         raise exit_error("--slice needs requests with tokens: leave out --batch-seconds", 2)
     try:
@@ -378,6 +388,7 @@ def simulate(
         lease_s=lease,
         slice_tokens=slice_tokens,
         slice_overhead_s=slice_overhead,
+        revokes_slices=revoke,
         evicts=evict,
     )
     setting, coarse = _choose_precision(setting, time_step, requests_per_job)

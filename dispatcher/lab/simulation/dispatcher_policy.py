@@ -183,16 +183,14 @@ class DispatcherPolicy(Policy):
             lease_s=lease_s,
             owner_timeout_s=min(OWNER_TIMEOUT_S, lease_s),
             default_path=sliced_requests.PATH,
-            slicing=sliced_requests.build_options(scenario.slice_tokens),
+            slicing=sliced_requests.build_options(scenario.slice_tokens, revokes=scenario.revokes_slices),
         )
         self._time = asyncio.get_running_loop().time
         clock = self._read_stepping_clock if scenario.clock_steps else self._time
         self._store = MemoryStore(clock, unix_origin=EPOCH, lease_s=lease_s)
-        self._gateway = (
-            SimulatedGateway(transport, self._make_job, scenario.seconds)
-            if scenario.slice_tokens is None
-            else SimulatedGateway(transport, self._make_slice, scenario.seconds, sliced_requests.build_answer)
-        )
+        has_slices = scenario.slice_tokens is not None
+        make_job = self._make_slice if has_slices else self._make_job
+        self._gateway = SimulatedGateway(transport, make_job, scenario.seconds, writes_text=has_slices)
         self._token_rng = random.Random(f"{scenario.seed}/batch")
         self._submitted = 0
         self._replica_numbers = count(1)

@@ -155,7 +155,7 @@ class _Experiment:
         progress: Callable[[float], None],
     ) -> None:
         if policy is PolicyName.WHOLE:
-            scenario = replace(scenario, slice_tokens=None)
+            scenario = replace(scenario, slice_tokens=None, revokes_slices=False)
         world = World(
             scenario.real_slots,
             reserve=scenario.reserve,

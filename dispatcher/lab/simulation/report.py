@@ -328,6 +328,7 @@ def format_legend(scenario: Scenario, trace: str, table: Table, *, reserve: bool
     slices = ""
     if scenario.slice_tokens is not None:
         slices = f"slices of {scenario.slice_tokens} tokens (later ones + {scenario.slice_overhead_s:g} s), "
+        slices += "revoked for realtime, " if scenario.revokes_slices else ""
     lines = [
         (
             f"{trace}, {scenario.seconds:g} s{coarse}, {scenario.slots} slots{real_slots}, {slices}{kept}"

@@ -115,6 +115,8 @@ class Scenario:
     """Number of tokens of each slice of a batch request. `None` if each request is one call."""
     slice_overhead_s: float = SLICE_OVERHEAD_S
     """Time that each continued slice takes in an empty pool in addition to that for its tokens."""
+    revokes_slices: bool = False
+    """True if the dispatcher streams slices, and ends the youngest early when realtime requests wait."""
     evicts: bool = False
     """True if the picker stops the newest batch request of a pod for a realtime request that would have to
     wait there."""

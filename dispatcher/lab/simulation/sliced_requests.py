@@ -6,13 +6,15 @@ token is one dot. So the dots in the prompt of a later slice say how many tokens
 
 from __future__ import annotations
 
+from math import isnan
+
 import msgspec
 
 from dispatcher.core.requests.request import Request
 from dispatcher.core.slices.eligibility import SliceTerms
 from dispatcher.dispatch.options import SliceOptions
 from dispatcher.lab.simulation.world import Job
-from dispatcher.lab.standin.model import BATCH_CONTEXT
+from dispatcher.lab.standin.model import BATCH_CONTEXT, TOKEN_S
 
 PATH = "/v1/completions"
 PAYLOAD_TEMPLATE = b'{"prompt":"%d","max_tokens":"%d"}'
@@ -21,7 +23,7 @@ number."""
 _DOT = b"."
 _ANSWER_TEMPLATE = (
     b'{"id":"%b","object":"text_completion","created":1,"model":"m",'
-    b'"choices":[{"index":0,"text":"%b","finish_reason":"length"}],'
+    b'"choices":[{"index":0,"text":"%b","finish_reason":%b}],'
     b'"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}}'
 )
 
@@ -34,13 +36,14 @@ class _Body(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Body).decode
 
 
-def build_options(slice_tokens: int | None) -> SliceOptions:
-    """Return the options for slices of this number of tokens. `None` to send each request in one call."""
+def build_options(slice_tokens: int | None, *, revokes: bool) -> SliceOptions:
+    """Return the options for slices of this number of tokens. `None` to send each request in one call.
+    `revokes` is True to end slices early for realtime requests."""
     if slice_tokens is None:
         return SliceOptions()
     terms = SliceTerms(slice_tokens, min_tokens=slice_tokens + 1, paths=(PATH,))
     # The simulated servers are not checked: they do not generate text that could differ.
-    return SliceOptions(is_on=True, terms=terms, skips_check=True)
+    return SliceOptions(is_on=True, terms=terms, skips_check=True, is_streamed=revokes, revokes=revokes)
 
 
 def parse_payload(payload: bytes) -> tuple[int, int, int]:
@@ -53,12 +56,31 @@ def parse_payload(payload: bytes) -> tuple[int, int, int]:
 
 def build_answer(request: Request, job: Job) -> bytes:
     """Return the answer to a slice."""
+    return _fill_template(request, job, job.tokens, b'"length"')
+
+
+def build_events(request: Request, job: Job, until: float) -> list[bytes]:
+    """Return the events with what a streamed slice has generated until a time."""
+    tokens = _count_generated_tokens(job, until)
+    return [b"data: %b\n\n" % _fill_template(request, job, tokens, b"null")] if tokens > 0 else []
+
+
+def _fill_template(request: Request, job: Job, tokens: int, finish_reason: bytes) -> bytes:
     prompt_tokens = BATCH_CONTEXT + job.earlier_tokens
-    text = _DOT * job.tokens
     return _ANSWER_TEMPLATE % (
         request.id.encode(),
-        text,
+        _DOT * tokens,
+        finish_reason,
         prompt_tokens,
-        job.tokens,
-        prompt_tokens + job.tokens,
+        tokens,
+        prompt_tokens + tokens,
     )
+
+
+def _count_generated_tokens(job: Job, until: float) -> int:
+    if isnan(job.started_at):
+        return 0
+    until = min(until, job.ends_at if isnan(job.finished_at) else job.finished_at)
+    done_s = job.work_s * (until - job.started_at) / (job.ends_at - job.started_at)
+    first_token_s = job.work_s - TOKEN_S * job.tokens
+    return max(0, min(job.tokens, int((done_s - first_token_s) / TOKEN_S)))

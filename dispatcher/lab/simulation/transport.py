@@ -29,6 +29,7 @@ from dispatcher.core.gateway.outcome import (
     Unsent,
 )
 from dispatcher.core.requests.request import Request
+from dispatcher.lab.simulation import sliced_requests
 from dispatcher.lab.simulation.world import Arrival, Job, World
 from dispatcher.ports import AttemptResult
 
@@ -82,7 +83,8 @@ class SimulatedTransport:
         counted, and of a request in slices only the answer to the last one is."""
         self.tokens = 0
         """Tokens of answered batch requests."""
-        self._send_s, self._answer_s, self._admit_s = send_s, answer_s, admit_s
+        self.answer_s = answer_s
+        self._send_s, self._admit_s = send_s, admit_s
         self._gateway_free_at = -inf
         """Time at which the gateway has admitted all requests that arrived."""
         self.round_trip_s = send_s + answer_s
@@ -159,7 +161,7 @@ class SimulatedTransport:
             jobs.append(job)
         else:
             self._answers[ends_at] = [job]
-            self._loop.call_at(ends_at + self._answer_s, self._deliver_answers, ends_at)
+            self._loop.call_at(ends_at + self.answer_s, self._deliver_answers, ends_at)
 
     def _deliver_answers(self, at: float) -> None:
         """Deliver the answers of requests that ended at this time, except those that were cancelled or
@@ -183,7 +185,7 @@ class SimulatedTransport:
 
     def _send_end(self, job: Job, end: JobEnd) -> None:
         self.ended[end] += job.request_count
-        self._loop.call_at(self.world.now + self._answer_s, self._deliver_end, job, end)
+        self._loop.call_at(self.world.now + self.answer_s, self._deliver_end, job, end)
 
     def _deliver_end(self, job: Job, end: JobEnd) -> None:
         on_end = self._end_callbacks.pop(job, None)
@@ -215,9 +217,9 @@ class SimulatedTransport:
 class SimulatedGateway:
     """Gateway behind a simulated transport. Implements `ports.Gateway`; several dispatchers may share it.
 
-    `make_job` turns a request into a job of the world. `build_answer` returns the body of the answer to a
-    request, or `None` if nobody reads it. Deadlines after `ends_at`, when the simulation has ended, are
-    ignored.
+    `make_job` turns a request into a job of the world. Deadlines after `ends_at`, when the simulation has
+    ended, are ignored. With `writes_text`, answers have the text of `sliced_requests`; otherwise nobody reads
+    them.
     """
 
     def __init__(
@@ -225,11 +227,12 @@ class SimulatedGateway:
         transport: SimulatedTransport,
         make_job: Callable[[Request], Job],
         ends_at: float = inf,
-        build_answer: Callable[[Request, Job], bytes] | None = None,
+        *,
+        writes_text: bool = False,
     ) -> None:
         self.transport = transport
         self._make_job = make_job
-        self._build_answer = build_answer
+        self._writes_text = writes_text
         self._ends_at = ends_at
         self._jobs: dict[str, Job] = {}
 
@@ -247,8 +250,8 @@ class SimulatedGateway:
         expiry = loop.call_at(deadline, _expire_wait, ended) if deadline <= self._ends_at else None
         try:
             end = await ended
-            if end is JobEnd.ANSWERED and self._build_answer is not None:
-                outcome: Outcome = Delivered(200, self._build_answer(request, job))
+            if end is JobEnd.ANSWERED and self._writes_text:
+                outcome: Outcome = Delivered(200, sliced_requests.build_answer(request, job))
             else:
                 outcome = _make_outcome(end, request)
         finally:
@@ -256,6 +259,9 @@ class SimulatedGateway:
                 expiry.cancel()
             self.transport.cancel_job(job)
             del self._jobs[token]
+            if request.received is not None:
+                received_until = loop.time() - self.transport.answer_s
+                request.received.extend(sliced_requests.build_events(request, job, received_until))
         # A request that never arrived was not sent, as with a refused connection.
         never_there = isinstance(outcome, Unreachable) and isnan(job.arrived_at)
         ended_at = loop.time()

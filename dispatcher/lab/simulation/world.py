@@ -57,6 +57,8 @@ class Job(msgspec.Struct, eq=False):
     arrived_at: float = nan
     started_at: float = nan
     """Time of the start. NaN while the request waits."""
+    ends_at: float = nan
+    """Time at which the request ends if nothing stops it. NaN while it waits."""
     finished_at: float = nan
     """Time at which the request left, answered or not."""
     is_gone: bool = False
@@ -465,6 +467,7 @@ class World:
             end = self._find_step_end(job, pod)
         else:
             end = self.now + job.work_s * compute_slowdown(min(pod.running, pod.slots), pod.slots)
+        job.ends_at = end
         heapq.heappush(self._ends, (end, self._starts, job))
         if job.is_batch:
             if self.evicts:
