@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf, isnan
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -239,3 +240,72 @@ def test_every_request_is_in_exactly_one_state_and_free_slots_are_used(
     world.advance(1e6)
     if world.slots:
         assert world.in_system == 0
+
+
+def run_with_eviction(
+    realtime: list[tuple[float, Job]], batch: list[tuple[float, Job]], **options: Any
+) -> tuple[World, list[Job]]:
+    """Run an evicting world until 20 s. Return it with the evicted jobs."""
+    evicted: list[Job] = []
+    world = World(realtime=realtime, evicts=True, on_evicted=evicted.append, **options)
+    for at, job in batch:
+        world.advance_and_admit(job, at)
+    world.advance(20.0)
+    return world, evicted
+
+
+def test_realtime_without_free_slot_evicts_the_newest_batch_request() -> None:
+    first, second, realtime = make_job(5.0), make_job(5.0), make_job(batch=False)
+    world, evicted = run_with_eviction([(1.0, realtime)], [(0.0, first), (0.5, second)], slots=2)
+    assert evicted == [second]
+    assert (second.finished_at, second.is_gone) == (1.0, True)
+    assert (realtime.started_at, realtime.is_gone) == (1.0, False)
+    assert first.finished_at == 5.0
+    assert (world.in_system, world.observe_pool().running) == (0, 0)
+
+
+def test_realtime_takes_the_slot_of_an_evicted_request_before_waiting_batch_requests() -> None:
+    running, waiting, realtime = make_job(5.0), make_job(5.0), make_job(batch=False)
+    _, evicted = run_with_eviction(
+        [(1.0, realtime)],
+        [(0.0, running), (0.5, waiting)],
+        slots=1,
+        get_admission_limit=lambda slots, pods: inf,
+    )
+    assert evicted == [running]
+    assert realtime.started_at == 1.0
+    assert waiting.started_at == realtime.finished_at
+
+
+def test_realtime_that_the_picker_holds_back_evicts_in_some_pod() -> None:
+    running = [make_job(5.0) for _ in range(3)]
+    realtime = make_job(batch=False)
+    _, evicted = run_with_eviction([(1.0, realtime)], [(0.0, job) for job in running], slots=3, pods=3)
+    assert len(evicted) == 1
+    assert realtime.started_at == 1.0
+
+
+def test_realtime_waits_where_only_realtime_runs() -> None:
+    jobs = [make_job(batch=False) for _ in range(3)]
+    _, evicted = run_with_eviction([(0.0, job) for job in jobs], [], slots=2)
+    assert not evicted
+    assert jobs[2].started_at == jobs[0].finished_at
+
+
+def test_nothing_is_evicted_for_batch_requests_or_while_a_slot_is_free() -> None:
+    batch = [make_job(5.0) for _ in range(3)]
+    _, evicted = run_with_eviction([(12.0, make_job(batch=False))], [(0.0, job) for job in batch], slots=2)
+    assert not evicted
+    assert all(job.finished_at == job.ends_at for job in batch)
+
+
+def test_requests_of_an_outage_are_not_evicted_later() -> None:
+    batch = make_job(5.0)
+    world, evicted = run_with_eviction(
+        [(2.5, make_job(batch=False)), (2.6, make_job(batch=False))],
+        [(0.0, batch)],
+        slots=1,
+        outages=[(1.0, 2.0)],
+    )
+    assert not evicted
+    assert world.in_system == 0
