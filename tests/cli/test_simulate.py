@@ -236,6 +236,44 @@ def test_json_contains_every_figure_and_is_reproducible() -> None:
     assert answer["warnings"] == []
 
 
+def test_slices_are_compared_with_whole_requests() -> None:
+    done = simulate("--seconds", "120", "--batch-tokens", "2000", "--slice", "250")
+    assert done.returncode == 0, done.stderr
+    header, *rows = done.stdout.splitlines()
+    waits = {row.split()[0]: float(row[header.index("wait p99") :].split()[0]) for row in rows[:3]}
+    assert list(waits) == ["dispatcher", "whole", "none"]
+    assert waits["whole"] > 2 * waits["dispatcher"]
+    assert "slices of 250 tokens (later ones + 0.04 s)" in done.stdout
+    sliced, whole = done.stdout.splitlines()[-2:]
+    assert sliced.startswith("in slices of 250 tokens, batch gets ")
+    assert whole.startswith("without slices, batch gets ")
+
+
+def test_json_and_picture_show_slices_and_whole_requests(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra `plots` is not installed")
+    picture = tmp_path / "out.svg"
+    done = simulate(
+        "--seconds", "60", "--batch-tokens", "2000", "--slice", "250", "--json", "--plot", picture
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert [row["policy"] for row in answer["rows"]] == ["dispatcher", "whole", "none"]
+    assert (answer["scenario"]["slice_tokens"], answer["scenario"]["slice_overhead_s"]) == (250, 0.04)
+    titles = [text for text in written_in(picture) if text.startswith(("dispatcher: ", "whole: "))]
+    assert titles == ["dispatcher: this dispatcher", "whole: this dispatcher without slices"]
+    assert any(text.endswith(", slices of 250 tokens") for text in written_in(picture))
+
+
+def test_evicted_requests_have_a_column() -> None:
+    done = simulate("--seconds", "120", "--batch-tokens", "2000", "--evict")
+    assert done.returncode == 0, done.stderr
+    header, dispatcher, none, *_ = done.stdout.splitlines()
+    column = header.index("evicted") - 2
+    assert int(dispatcher[column:].split()[0]) > 10
+    assert int(none[column:].split()[0]) == 0
+    assert "evicted: batch requests stopped for a realtime request" in done.stdout
+
+
 def test_realtime_traffic_that_exceeds_the_slots_is_reported() -> None:
     done = simulate("--seconds", "60", "--slots", "16", "--policy", "dispatcher")
     assert done.returncode == 0
@@ -376,6 +414,11 @@ def test_missing_matplotlib_names_the_extra_to_install(tmp_path: Path) -> None:
         (["--steps", "0:1", "--trace", "idle"], "in place of a trace"),
         (["--trace", "nowhere.csv"], "nowhere.csv: No such file"),
         (["--scrap", "1"], "--scrape"),
+        (["--slice", "0"], "--slice"),
+        (["--slice", "250", "--slice-overhead", "-1"], "--slice-overhead"),
+        (["--slice", "250", "--batch-seconds", "1"], "leave out --batch-seconds"),
+        (["--policy", "whole"], "without --slice, dispatcher sends requests whole as well"),
+        (["--revoke"], "give --slice, too"),
     ],
 )
 def test_wrong_usage_exits_2_and_says_why(arguments: list[str], said: str) -> None:

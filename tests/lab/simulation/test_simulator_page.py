@@ -22,12 +22,12 @@ def read_commands() -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "i", [pytest.param(i, marks=() if i in (0, 2, 3) else pytest.mark.long) for i in range(14)]
+    "i", [pytest.param(i, marks=() if i in (0, 2, 3) else pytest.mark.long) for i in range(16)]
 )
 def test_page_shows_the_figures_of_a_run(i: int) -> None:
     """Compare with a tolerance of 10 %: a math library that rounds differently moves single requests."""
     commands = read_commands()
-    assert len(commands) == 14
+    assert len(commands) == 16
     on_page, rerun = commands[i], rerun_block(commands[i])
     assert NUMBER.sub("#", on_page).split() == NUMBER.sub("#", rerun).split()
     page_numbers, rerun_numbers = (
