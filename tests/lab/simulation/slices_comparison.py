@@ -26,7 +26,7 @@ from dispatcher.lab.standin.trace import BUNDLED, Trace, load_trace
 from tests.paths import DOCS
 
 PAGE = DOCS / "how-to" / "simulator.md"
-TABLE = re.compile(r"(?<=<!-- slices -->\n).*?(?=<!-- end of slices -->)", re.DOTALL)
+TABLE = re.compile(r"(?<=<!-- slices -->\n\n).*?(?=\n<!-- end of slices -->)", re.DOTALL)
 SLOTS, SLICE_TOKENS, PROCESSES = 64, 250, 2
 STEPS = "0:10,100:45,200:10,300:45,400:10,500:45,600:10,700:45,800:10"
 TRAFFIC = {"chat": "", "bursts": "--trace bursts", "steps": f"--steps {STEPS}"}
@@ -35,12 +35,15 @@ SLICES: dict[str, Any] = {"slice_tokens": SLICE_TOKENS}
 WAYS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "whole": ("", {}),
     "slices": (f"--slice {SLICE_TOKENS}", SLICES),
-    "slices, revoked": (f"--slice {SLICE_TOKENS} --revoke", {**SLICES, "revokes_slices": True}),
-    "eviction": ("--evict", {"evicts": True}),
-    "eviction of slices": (f"--slice {SLICE_TOKENS} --evict", {**SLICES, "evicts": True}),
+    "revoked slices": (f"--slice {SLICE_TOKENS} --revoke", {**SLICES, "revokes_slices": True}),
+    "evicted": ("--evict", {"evicts": True}),
+    "evicted slices": (f"--slice {SLICE_TOKENS} --evict", {**SLICES, "evicts": True}),
 }
 """Ways to send batch requests, with the options of `simulate` and the fields of the scenario."""
-HOLDBACKS = {"reserve like slices": "slices", "reserve like revoked": "slices, revoked"}
+HOLDBACKS = {
+    "reserve for the p99 of slices": "slices",
+    "reserve for the p99 of revoked slices": "revoked slices",
+}
 """Whole requests with the reserve at which the p99 of the added wait is that of the other way."""
 COARSE_RESERVES = [*(step / 10 for step in range(1, 10)), 0.99]
 """With the last one, no batch request fits on the slots."""
@@ -136,7 +139,10 @@ def render_table(results: Mapping[str, Mapping[str, Figures]]) -> str:
 
 
 def format_ratio(whole: float, other: float) -> str:
-    return "–" if other < 0.0005 else f"{whole / other:.1f}"
+    if other < 0.0005:
+        return "–"
+    ratio = whole / other
+    return f"{ratio:.1f}" if ratio < 100 else f"{ratio:,.0f}"
 
 
 def main() -> None:

@@ -161,7 +161,7 @@ def test_slices_shorten_waits_more_than_a_reserve_that_costs_as_many_tokens() ->
     idle = run_way("chat", PolicyName.NONE)
     whole, sliced, revoked, holdback = (
         build_row(run_way("chat", **fields), None, idle)
-        for fields in (WAYS["whole"][1], WAYS["slices"][1], WAYS["slices, revoked"][1], {"reserve": 0.3})
+        for fields in (WAYS["whole"][1], WAYS["slices"][1], WAYS["revoked slices"][1], {"reserve": 0.3})
     )
     assert whole.wait_mean_less_none_s is not None
     assert sliced.wait_mean_less_none_s is not None
@@ -191,7 +191,7 @@ def read_page() -> dict[tuple[str, str], Figures]:
 
 def check_bounds(traffic: str, ways: dict[str, Figures]) -> None:
     """Check what slices bring at least."""
-    whole, slices, revoked = ways["whole"], ways["slices"], ways["slices, revoked"]
+    whole, slices, revoked = ways["whole"], ways["slices"], ways["revoked slices"]
     # In bursts, no slot comes free soon enough by itself.
     for way in (revoked,) if traffic == "bursts" else (slices, revoked):
         assert whole["wait_s"] >= 15 * way["wait_s"]
@@ -201,8 +201,8 @@ def check_bounds(traffic: str, ways: dict[str, Figures]) -> None:
     for holdback, way in HOLDBACKS.items():
         assert ways[holdback]["p99_s"] <= ways[way]["p99_s"] + 0.005
         assert ways[way]["tokens_per_s"] >= 1.2 * ways[holdback]["tokens_per_s"]
-    for way in (slices, revoked, ways["eviction of slices"]):
-        assert way["tokens_per_s"] >= 1.1 * ways["eviction"]["tokens_per_s"]
+    for way in (slices, revoked, ways["evicted slices"]):
+        assert way["tokens_per_s"] >= 1.1 * ways["evicted"]["tokens_per_s"]
 
 
 @pytest.mark.parametrize("traffic", TRAFFIC)
