@@ -263,7 +263,10 @@ class DispatcherPolicy(Policy):
 
     def _make_slice(self, request: Request) -> Job:
         self._refill_queue()
-        return self._scenario.make_call(*sliced_requests.parse_payload(request.payload))
+        tokens, generated_tokens, max_tokens = sliced_requests.parse_payload(request.payload)
+        return self._scenario.make_call(
+            tokens, generated_tokens, max_tokens, request_count=self._scenario.requests_per_job
+        )
 
     def _refill_queue(self) -> None:
         """Add requests until the queue has more unanswered ones than can ever be in flight."""

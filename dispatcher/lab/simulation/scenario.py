@@ -220,7 +220,9 @@ class Scenario:
         # A generator per purpose: another option does not change the other random numbers.
         return random.Random(f"{self.seed}/look").random() * self.metrics_refresh_s
 
-    def make_call(self, tokens: int, generated_tokens: int, max_tokens: int) -> Job:
+    def make_call(
+        self, tokens: int, generated_tokens: int, max_tokens: int, *, request_count: int = 1
+    ) -> Job:
         """Make the job of a call that generates at most `max_tokens` tokens of a batch request.
 
         The request has `tokens` tokens, of which earlier slices have generated `generated_tokens`. A first
@@ -236,7 +238,7 @@ class Scenario:
             work_s,
             new_tokens,
             is_batch=True,
-            request_count=self.requests_per_job,
+            request_count=request_count,
             earlier_tokens=generated_tokens,
             is_last=generated_tokens + new_tokens >= tokens,
         )

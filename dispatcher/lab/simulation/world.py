@@ -386,7 +386,9 @@ class World:
     def _evict_newest(self, pods: Sequence[Pod]) -> Pod | None:
         """Stop the newest running batch request of the pod with the lowest load, whose slot the next request
         takes. Return the pod, or `None` if no batch request runs in these pods."""
-        pod = min((pod for pod in pods if pod.running_batch), key=lambda each: each.load, default=None)
+        # A pod that lost slots may have more running requests than slots, so that no slot would come free.
+        candidates = [pod for pod in pods if pod.running_batch and pod.running <= pod.slots]
+        pod = min(candidates, key=lambda each: each.load, default=None)
         if pod is None:
             return None
         job, _ = pod.running_batch.popitem()

@@ -120,6 +120,10 @@ def test_time_steps_and_jobs_change_the_throughput_of_slices_little(changes: dic
     assert coarse.tokens == pytest.approx(exact.tokens, rel=0.03)
 
 
+def test_other_policies_send_each_slice_by_itself() -> None:
+    assert run_idle(PolicyName.POINT, requests_per_job=2).tokens == run_idle(PolicyName.POINT).tokens
+
+
 # ── eviction and revocation ──────────────────────────────────────────────────────────────────────────────
 
 

@@ -185,6 +185,7 @@ ARRIVALS = st.lists(
     pods=st.integers(1, 3),
     pods_change=st.one_of(st.none(), st.tuples(st.floats(0, 20, allow_nan=False), st.integers(0, 3))),
     extra_admissions=st.one_of(st.integers(0, 4), st.just(inf)),
+    evicts=st.booleans(),
 )
 def test_every_request_is_in_exactly_one_state_and_free_slots_are_used(
     arrivals: list[tuple[float, float, bool, float | None]],
@@ -195,9 +196,11 @@ def test_every_request_is_in_exactly_one_state_and_free_slots_are_used(
     pods: int,
     pods_change: tuple[float, int] | None,
     extra_admissions: float,
+    evicts: bool,
 ) -> None:
     finished: list[Job] = []
     dropped: list[Job] = []
+    evicted: list[Job] = []
     world = World(
         slots,
         queue_limit=queue_limit,
@@ -206,8 +209,10 @@ def test_every_request_is_in_exactly_one_state_and_free_slots_are_used(
         pods=pods,
         pods_at=[] if pods_change is None else [pods_change],
         get_admission_limit=lambda slots, pods: slots + extra_admissions,
+        evicts=evicts,
         on_finish=finished.append,
         on_dropped=dropped.append,
+        on_evicted=evicted.append,
     )
     accepted: list[Job] = []
     left: list[Job] = []
@@ -224,10 +229,11 @@ def test_every_request_is_in_exactly_one_state_and_free_slots_are_used(
         else:
             was_in_pool = job in accepted and isnan(job.finished_at)
             world.remove_job(job, at)
-            if was_in_pool and job.is_gone and job not in dropped:
+            if was_in_pool and job.is_gone and job not in dropped and job not in evicted:
                 left.append(job)
         state = world.observe_pool()
-        assert len(accepted) == len(finished) + len(dropped) + len(left) + state.running + state.waiting
+        ended = len(finished) + len(dropped) + len(evicted) + len(left)
+        assert len(accepted) == ended + state.running + state.waiting
         if state.waiting:
             # With several pods one may have a queue while a new one has none.
             assert pods > 1 or pods_change or state.running >= state.slots, (
@@ -237,6 +243,7 @@ def test_every_request_is_in_exactly_one_state_and_free_slots_are_used(
             assert state.running <= slots
     for job in finished:
         assert job.arrived_at <= job.started_at <= job.finished_at
+    assert all(job.is_batch and not isnan(job.started_at) for job in evicted)
     world.advance(1e6)
     if world.slots:
         assert world.in_system == 0
@@ -297,6 +304,14 @@ def test_nothing_is_evicted_for_batch_requests_or_while_a_slot_is_free() -> None
     _, evicted = run_with_eviction([(12.0, make_job(batch=False))], [(0.0, job) for job in batch], slots=2)
     assert not evicted
     assert all(job.finished_at == job.ends_at for job in batch)
+
+
+def test_nothing_is_evicted_from_a_pod_that_has_fewer_slots_than_running_requests() -> None:
+    batch = [make_job(5.0) for _ in range(3)]
+    _, evicted = run_with_eviction(
+        [(2.0, make_job(batch=False))], [(0.0, job) for job in batch], slots=3, slots_at=[(1.0, 2)]
+    )
+    assert not evicted
 
 
 def test_requests_of_an_outage_are_not_evicted_later() -> None:
