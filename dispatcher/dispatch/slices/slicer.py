@@ -106,9 +106,10 @@ class Slicer:
         """Plan how each request is sent."""
         for claimed in requests:
             stored = claimed.entry.lease.progress
+            progress = decode_progress(stored) if stored else None
             # While slicing is off, generations that began before are completed.
-            if self._options.is_on or stored:
-                self._plan_request(claimed, decode_progress(stored))
+            if self._options.is_on or progress is not None:
+                self._plan_request(claimed, progress)
 
     def _plan_request(self, claimed: ClaimedRequest, progress: Progress | None) -> None:
         request = claimed.request
