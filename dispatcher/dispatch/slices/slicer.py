@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dispatcher.core.gateway.outcome import Delivered
+from dispatcher.core.requests.request import SLICING_ATTRIBUTE, SLICING_OFF
 from dispatcher.core.sequences.turns import Session
 from dispatcher.core.slices.answers import Continues, Finished, SliceResult, Usage, interpret_answer
 from dispatcher.core.slices.bodies import build_slice_body, compute_slice_tokens, replace_body
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 
 MAX_ATTEMPTS_AT_SERVER = 2
 """Number of failed attempts after which the next slice may go to any server."""
-DECLINED = "off"
-"""Value of the metadata attribute `slicing` by which a request is sent whole."""
 
 
 @dataclass(slots=True, eq=False)
@@ -138,7 +137,7 @@ class Slicer:
         self._slices[claimed.entry.lease.token] = _Slice(generation, key, progress, is_checked)
 
     def _find_reason_before_parsing(self, request: Request) -> WholeReason | None:
-        if request.metadata.get("slicing") == DECLINED:
+        if request.metadata.get(SLICING_ATTRIBUTE) == SLICING_OFF:
             return WholeReason.DECLINED
         if self._is_merged(request):
             return WholeReason.MERGED
