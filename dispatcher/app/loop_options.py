@@ -30,6 +30,7 @@ def build_options(settings: Settings, warmups: WarmupFiles, *, observe: bool) ->
         tenant_attribute=settings.gateway.fairness_from,
         default_path=settings.gateway.path,
         merge_rules=settings.batching.active_rules(),
+        rule_timeouts=settings.batching.build_timeouts(),
         sequences=SequenceOptions(
             terms=sequences.build_terms(),
             token_header=sequences.header,

@@ -310,6 +310,7 @@ class Service:
             loop_problem=self.loop_lag.problem,
             recent_attempts=self.journal.recent_attempts,
             merger=self.dispatcher.merger,
+            queue_timeouts=self.dispatcher.queue_timeouts,
             turn_checker=self.dispatcher.turn_checker,
             model_router=self.dispatcher.model_router,
             slicer=self.dispatcher.slicer,
@@ -332,6 +333,7 @@ class Service:
         for metric, counts in (
             (series.MERGED_CALLS, merger.call_counts),
             (series.MERGE_CHECKS, merger.check_counts),
+            (series.RULE_TIMEOUTS, self.dispatcher.queue_timeouts.counts),
             (series.SEQUENCE_TURNS, turn_checker.turn_counts),
             (series.SEQUENCE_SERVERS, turn_checker.server_counts),
             (series.SLICES, slicer.answer_counts),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 
 from dispatcher.app.status_notes import describe_per_endpoint, list_problems
@@ -14,9 +15,11 @@ from dispatcher.core.limit.limiter import Limiter
 from dispatcher.core.limit.realtime_impact import RealtimeImpact
 from dispatcher.core.limit.reserve_check import explain_small_reserve
 from dispatcher.core.models.rollover import ModelFamily
+from dispatcher.core.sequences.decisions import SequenceCounts
 from dispatcher.dispatch.merging.merger import RequestMerger
 from dispatcher.dispatch.models.model_router import ModelRouter
 from dispatcher.dispatch.queue_access import QueueView
+from dispatcher.dispatch.queue_timeouts import QueueTimeouts
 from dispatcher.dispatch.sequences.turns import TurnChecker
 from dispatcher.dispatch.slices.slicer import Slicer
 from dispatcher.ports import ModelRegistryState, QueueCounts
@@ -42,6 +45,7 @@ def build_status(
     loop_problem: str | None,
     recent_attempts: RecentAttempts | None = None,
     merger: RequestMerger | None = None,
+    queue_timeouts: QueueTimeouts | None = None,
     turn_checker: TurnChecker | None = None,
     model_router: ModelRouter | None = None,
     slicer: Slicer | None = None,
@@ -78,6 +82,8 @@ def build_status(
     ]
     queue_status = _build_queue(queue, counts, now)
     batching = _build_merging(merger) if merger else show.BatchingStatus()
+    if queue_timeouts:
+        batching = replace(batching, batching_timeouts=dict(queue_timeouts.counts))
     models = (
         _build_models(model_router, now, has_counts=counts is not None)
         if model_router
@@ -121,11 +127,7 @@ def build_status(
         if poll
         else show.ImpactStatus(impact_problem="not read yet"),
         batching=batching,
-        sequences=show.SequencesStatus(
-            sequences=asdict(counts.sequences) if counts else None,
-            sequence_turns=dict(turn_checker.turn_counts) if turn_checker else {},
-            sequence_servers=dict(turn_checker.server_counts) if turn_checker else {},
-        ),
+        sequences=_build_sequences(counts.sequences if counts else None, turn_checker),
         slicing=_build_slicing(slicer) if slicer else show.SlicingStatus(),
         models=models,
     )
@@ -189,12 +191,38 @@ def _explain_sequences(counts: QueueCounts | None, settings: Settings) -> list[s
         parts.append(
             f"{sequence_counts.held} {entry} until an operator decides (`sequences list --status held`)"
         )
-    if sequence_counts.parked:
-        max_active = settings.sequences.max_active
-        parts.append(
-            f"{sequence_counts.parked} have not begun, because sequences.max_active ({max_active}) are active"
-        )
+    parts += _explain_parked(sequence_counts, settings)
     return [f"Sequences: {', '.join(parts)}."] if parts else []
+
+
+def _explain_parked(counts: SequenceCounts, settings: Settings) -> Iterator[str]:
+    """Explain which limits keep sequences from beginning. A limit of some models comes first, because their
+    sequences would wait for it in any case."""
+    count_by_match = {each.match: each for each in counts.overrides}
+    remaining_count = counts.parked
+    for number, model in enumerate(settings.sequences.models):
+        known = count_by_match.get(model.match)
+        if known and known.parked and model.max_active is not None and known.active >= model.max_active:
+            remaining_count -= known.parked
+            yield (
+                f"{known.parked} of model {model.match} have not begun, because "
+                f"sequences.models[{number}].max_active ({model.max_active}) are active"
+            )
+    if remaining_count > 0:
+        max_active = settings.sequences.max_active
+        yield f"{remaining_count} have not begun, because sequences.max_active ({max_active}) are active"
+
+
+def _build_sequences(counts: SequenceCounts | None, turn_checker: TurnChecker | None) -> show.SequencesStatus:
+    return show.SequencesStatus(
+        sequences={name: getattr(counts, name) for name in show.SEQUENCE_COUNTS} if counts else None,
+        sequence_models=[
+            show.SequenceModelStatus(each.match, each.active, each.parked)
+            for each in (counts.overrides if counts else ())
+        ],
+        sequence_turns=dict(turn_checker.turn_counts) if turn_checker else {},
+        sequence_servers=dict(turn_checker.server_counts) if turn_checker else {},
+    )
 
 
 def _explain_call_counting(limiter: Limiter, now: float) -> list[str]:

@@ -42,10 +42,6 @@ MAX_SEARCHED = 200_000
 MAX_RESULTS_SEARCHED = 20_000
 """Largest number of results of the shared list that are searched for one id."""
 _PAGE_SIZE = 500
-_BLOCKED_SEQUENCES = {
-    SequenceStatus.HELD: "held until an operator releases or aborts it",
-    SequenceStatus.PARKED: "parked: it begins when one of the sequences.max_active that are alive has ended",
-}
 ParsedRequest = Request | Rejection
 
 
@@ -329,9 +325,14 @@ async def describe_turn(admin: RedisQueueAdmin, found_request: FoundRequest, par
     # Only the first waiting requests of a sequence are listed.
     index = next((index for index, entry in sequence.waiting_requests if entry == found_request.entry), None)
     sentence = base if index is None else f"{base}, where it has index {index}"
-    if sequence.status in (SequenceStatus.HELD, SequenceStatus.PARKED):
-        return f"{sentence}; that is {_BLOCKED_SEQUENCES[sequence.status]}" + (
-            f": {sequence.cause}" if sequence.cause else ""
+    if sequence.status is SequenceStatus.HELD:
+        cause = f": {sequence.cause}" if sequence.cause else ""
+        return f"{sentence}; that is held until an operator releases or aborts it{cause}"
+    if sequence.status is SequenceStatus.PARKED:
+        of_model = f", or of the max_active for {sequence.override}," if sequence.override else ""
+        return (
+            f"{sentence}; that is parked: it begins when one of the sequences.max_active{of_model} that are "
+            "alive has ended"
         )
     if sequence.next_entry is not None:
         ids = await admin.read_request_ids([sequence.next_entry])

@@ -230,6 +230,7 @@ def _sequence_as_json(sequence: SequenceSnapshot) -> dict[str, Any]:
         "sticky": sequence.has_token,
         "carry_bytes": sequence.conversation_bytes,
         "cause": sequence.cause or None,
+        "match": sequence.override or None,
     }
 
 
@@ -279,6 +280,8 @@ def _list_details(sequence: SequenceSnapshot, ids: dict[int, str], now: float) -
             f"{format_time(sequence.last_active_at)}, {format_duration(now - sequence.last_active_at)} ago",
         )
     )
+    if sequence.override:
+        rows.append(("settings", f"those of {sequence.override} in sequences.models"))
     if sequence.conversation_bytes:
         rows.append(("carries", f"{sequence.conversation_bytes:,} bytes"))
     if sequence.has_token:

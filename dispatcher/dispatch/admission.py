@@ -1,4 +1,5 @@
-"""First stage: admits claimed requests that are valid, in time, and not likely to kill their owner."""
+"""First stage: admits claimed requests that are valid, in time, have not waited for longer than their rule
+allows, and are not likely to kill their owner."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from dispatcher.core.gateway.outcome import RetryPolicy, decide_after_deaths
 from dispatcher.core.requests.request import Rejection, Request, parse_member
+from dispatcher.core.sequences.overrides import name_override
 from dispatcher.dispatch import completions
 from dispatcher.dispatch.claimed_request import ClaimedLeases, ClaimedRequest
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from dispatcher.dispatch.completions import Completion
     from dispatcher.dispatch.in_flight import InFlightTable
     from dispatcher.dispatch.options import Options
+    from dispatcher.dispatch.queue_timeouts import QueueTimeouts
     from dispatcher.dispatch.sequences.turns import ParsedRequestCache
     from dispatcher.ports import Lease, Queue
 
@@ -32,12 +35,14 @@ class Admission:
         queue: Queue,
         in_flight: InFlightTable,
         parsed_requests: ParsedRequestCache,
+        timeouts: QueueTimeouts,
         options: Options,
         complete: Callable[[Completion], None],
     ) -> None:
         self._queue = queue
         self._in_flight = in_flight
         self._parsed_requests = parsed_requests
+        self._timeouts = timeouts
         self._options = options
         self._complete = complete
 
@@ -52,11 +57,17 @@ class Admission:
             self._options.retry,
             self._queue.unix_now(),
         )
+        terms = self._options.sequences.terms
+        timeouts = None if self._timeouts.is_empty else self._timeouts
         for number, lease in enumerate(claimed.leases):
             parsed = self._parsed_requests.take_request(lease, max_bytes) or parse_member(
                 lease.member, max_payload_bytes=max_bytes
             )
+            if terms.overrides and isinstance(parsed, Request):
+                parsed = name_override(parsed, terms, self._options.default_path)
             checked = check_request(lease, parsed, unix_now, retry)
+            if timeouts is not None and isinstance(checked, Request):
+                checked = timeouts.check_wait(lease, checked, unix_now) or checked
             if not isinstance(checked, Request):
                 request = parsed if isinstance(parsed, Request) else None
                 self._in_flight.add_lease(lease, claimed.asked_at, request, is_probe=claimed.is_probe)

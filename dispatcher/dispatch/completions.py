@@ -98,8 +98,8 @@ def build_invalid_list_error(lease: Lease, request: Request, problem: str) -> Se
     return settlement.copy_with(result_list="")
 
 
-def build_deadline_error(lease: Lease, request: Request) -> Settlement:
-    ended = make_deadline_error(lease.last_attempt, lease.failed_attempts, lease.refusals)
+def build_deadline_error(lease: Lease, request: Request, why: str = "deadline exceeded") -> Settlement:
+    ended = make_deadline_error(lease.last_attempt, lease.failed_attempts, lease.refusals, why)
     return build_error(lease, request, ended.code, ended.message)
 
 
@@ -118,10 +118,10 @@ def build_cancellation(lease: Lease, request: Request) -> Settlement:
     return build_error(lease, request, ErrorCode.CANCELLED, "cancelled")
 
 
-def build_return(lease: Lease, after_s: float = 0.0) -> Release:
-    """Release the lease without counting a delivery: the request returns to its place, at once or after
-    `after_s`."""
-    return Release(lease, delay_s=after_s, is_undelivered=True)
+def build_return(lease: Lease, after_s: float = 0.0, *, new_score: float | None = None) -> Release:
+    """Release the lease without counting a delivery: the request returns to its place, or to that of
+    `new_score`, at once or after `after_s`."""
+    return Release(lease, delay_s=after_s, is_undelivered=True, new_score=new_score)
 
 
 def build_progress_release(lease: Lease, progress: Progress, why: str) -> Release:

@@ -59,10 +59,14 @@ class CompletionFlusher:
         self._remove_lease = remove_lease
 
     def has_final_completion(self, leases: Iterable[Lease]) -> bool:
-        """Return True if one of these leases has a completion that ends its request for good."""
+        """Return True if one of these leases has a completion that ends its request for good, or moves it
+        behind others."""
         tokens = {lease.token for lease in leases}
-        final = (completion for completion in self.pending if not isinstance(completion, Release))
-        return any(completions.get_lease(completion).token in tokens for completion in final)
+        return any(
+            completions.get_lease(completion).token in tokens
+            for completion in self.pending
+            if not isinstance(completion, Release) or completion.new_score is not None
+        )
 
     async def flush_all(self, get_permit: Callable[[], Permit | None]) -> ClaimedTurns | None:
         """Flush all pending completions. `get_permit` returns the permit to claim next requests of sequences,

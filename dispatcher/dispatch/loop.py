@@ -137,6 +137,7 @@ class Dispatcher:
             complete,
             remove,
         )
+        self.queue_timeouts = self._pipeline.queue_timeouts
         lane_rules = LaneRules()
         self._flusher = CompletionFlusher(access, lane_rules, journal, self._remove_lease)
         self._claimer = Claimer(

@@ -12,6 +12,7 @@ from dispatcher.core.requests.forecast import ServiceRateMeter, compute_forecast
 from dispatcher.core.requests.request import Request, parse_member
 from dispatcher.core.requests.result import ErrorCode
 from dispatcher.core.sequences.decisions import SequenceTerms
+from dispatcher.core.sequences.overrides import name_override
 from dispatcher.dispatch import completions
 from dispatcher.dispatch.change_log import GateChangeLog, SequenceChangeLog, build_gate_fields
 from dispatcher.dispatch.in_flight import InFlightTable
@@ -260,8 +261,12 @@ class Maintenance:
             )
             unix_now = self._queue.unix_now()
             parsed = [(overdue, parse_member(overdue.member)) for overdue in found]
+            terms, default_path = self.options.sequences.terms, self.options.default_path
             expired = [
-                (overdue, completions.build_overdue_error(overdue, request))
+                (
+                    overdue,
+                    completions.build_overdue_error(overdue, name_override(request, terms, default_path)),
+                )
                 for overdue, request in parsed
                 if isinstance(request, Request) and request.deadline <= unix_now
             ]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dispatcher.core.merging.grouping import BatchRule
     from dispatcher.core.models.versions import FamilyTerms
     from dispatcher.core.models.warmup import WarmupRequest
+    from dispatcher.core.requests.queue_timeouts import RuleTimeout
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,8 @@ class Options:
     """Path of requests that name none."""
     merge_rules: Sequence[BatchRule] = ()
     """Rules for requests that may be merged into one call."""
+    rule_timeouts: Sequence[RuleTimeout] = ()
+    """Timeouts of all batching rules, also of those that do not merge. Empty if no rule has one."""
     sequences: SequenceOptions = field(default_factory=SequenceOptions)
     slicing: SliceOptions = field(default_factory=SliceOptions)
     model_terms: ModelTerms | None = None

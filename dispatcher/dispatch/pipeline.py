@@ -2,6 +2,7 @@
 own state.
 
     admit               admission.py             valid, in time, has not killed its owners
+                        queue_timeouts.py        has not waited for longer than its rule allows
     order in sequence   sequences/turns.py       its turn has come; conversation and server of the sequence
     check cancellation  cancellation.py          not cancelled; its result list can be used
     resolve model       models/model_router.py   its model is served; version of the model
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from dispatcher.dispatch.admission import Admission
 from dispatcher.dispatch.cancellation import CancellationCheck
+from dispatcher.dispatch.queue_timeouts import QueueTimeouts
 from dispatcher.dispatch.sending import RequestSender
 from dispatcher.dispatch.weights import UnitAllocator
 
@@ -73,7 +75,10 @@ class RequestPipeline:
         self._model_router = model_router
         self._slicer = slicer
         self._weigh_request = weigh_request
-        self._admission = Admission(access.queue, in_flight, turn_checker.parsed_requests, options, complete)
+        self.queue_timeouts = QueueTimeouts(options)
+        self._admission = Admission(
+            access.queue, in_flight, turn_checker.parsed_requests, self.queue_timeouts, options, complete
+        )
         self._cancellation = CancellationCheck(access, complete)
         self._weights = UnitAllocator(access, in_flight, complete, self._weigh_entry, remove_lease)
         self._sender = RequestSender(
@@ -81,6 +86,7 @@ class RequestPipeline:
         )
 
     def reconfigure(self, options: Options) -> None:
+        self.queue_timeouts.reconfigure(options)
         self._admission.reconfigure(options)
         self._merger.reconfigure(options)
         self._turn_checker.reconfigure(options)

@@ -225,6 +225,8 @@ class Release:
 
     `delay_s` is ignored then. A request that is next in its sequence stays next.
     """
+    new_score: float | None = None
+    """Score under which the request waits from now on. `None` keeps its score."""
     request_id: str = ""
     request_token: str = ""
     """Token that, with `request_id`, cancels the request while it waits for its model. If empty, both are

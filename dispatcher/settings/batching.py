@@ -9,6 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from dispatcher.core.merging.grouping import DEFAULT_CHECK_EVERY, BatchRule, GroupingRule, MergeMode
 from dispatcher.core.merging.shapes import SHAPES, find_shape
+from dispatcher.core.requests.queue_timeouts import RuleTimeout, TimeoutAction
 from dispatcher.settings.section import Section
 from dispatcher.settings.values import AutoNumber, UrlPath, setting_error
 
@@ -66,6 +67,20 @@ class BatchRuleSettings(Section):
         "the text. If null, the number is learned when the server rejects a call.",
     )
 
+    default_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        le=31_536_000,
+        description="Longest time that a request may wait in the queue, in seconds since its submission. It "
+        "applies when the request is claimed, beside the deadline of the request, in every `mode`. A request "
+        "without `created` has no such limit. If null, only deadlines apply.",
+    )
+    timeout_action: Literal["reject", "delay"] = Field(
+        "reject",
+        description="What happens to a request that has waited for longer than default_timeout_s. `reject`: "
+        "it fails with DEADLINE_EXCEEDED. `delay`: it moves behind all requests with a better priority than "
+        "9, once, and is sent when its turn comes. `delay` does not apply to requests of sequences.",
+    )
     sequences: bool = Field(
         False,
         description="If true, requests of different sequences are merged, at most one of each sequence. The "
@@ -97,6 +112,13 @@ class BatchRuleSettings(Section):
         if shape is None and paths and find_shape(paths[0]) is None:
             raise setting_error(f"must be given: no shape is usual at {paths[0]}")
         return shape
+
+    @field_validator("timeout_action")
+    @classmethod
+    def _check_action_has_timeout(cls, action: str, info: ValidationInfo) -> str:
+        if action == "delay" and "default_timeout_s" in info.data and info.data["default_timeout_s"] is None:
+            raise setting_error("delay needs default_timeout_s")
+        return action
 
     def build_rule(self, mode: MergeMode) -> BatchRule:
         """Return the rule as the dispatcher loop uses it."""
@@ -151,3 +173,16 @@ class BatchingSettings(Section):
         return (
             () if self.mode == "off" else tuple(rule.build_rule(MergeMode(self.mode)) for rule in self.rules)
         )
+
+    def build_timeouts(self) -> tuple[RuleTimeout, ...]:
+        """Return the timeouts of all rules, in their order. Empty if no rule has one."""
+        timeouts = [
+            RuleTimeout(
+                setting=f"batching.rules[{number}].default_timeout_s",
+                paths=rule.paths,
+                timeout_s=rule.default_timeout_s,
+                action=TimeoutAction(rule.timeout_action),
+            )
+            for number, rule in enumerate(self.rules)
+        ]
+        return tuple(timeouts) if any(each.timeout_s is not None for each in timeouts) else ()

@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from dispatcher.core.requests.headers import SESSION_TOKEN, normalize_name
-from dispatcher.core.sequences.decisions import SequenceTerms
+from dispatcher.core.sequences.decisions import SequenceOverride, SequenceTerms
 from dispatcher.core.sequences.turns import CarryMode, OnError
+from dispatcher.settings.models import ModelName
 from dispatcher.settings.section import Section
 from dispatcher.settings.values import Text, check_own_header, setting_error
+
+MAX_OVERRIDES = 20
+"""Largest number of overrides. Each may cost the scripts of the queue one read."""
+
+
+class SequenceModelSettings(Section):
+    """Settings for the sequences of some models, in place of the general ones."""
+
+    match: ModelName = Field(
+        description="Name of the model, in which `*` matches any characters. It is the name in the body of "
+        "the first request of the sequence, or in a path such as `/v2/models/m/infer`."
+    )
+    max_idle_s: float | None = Field(
+        None, gt=0, le=2_592_000, description="As sequences.max_idle_s. If null, that applies."
+    )
+    max_active: int | None = Field(
+        None,
+        ge=1,
+        description="Largest number of active sequences of these models together, within "
+        "sequences.max_active. The others wait, without delaying those of other models. If null, only "
+        "sequences.max_active applies.",
+    )
 
 
 class SequenceSettings(Section):
@@ -36,7 +59,8 @@ class SequenceSettings(Section):
     max_active: int | None = Field(
         None,
         ge=1,
-        description="Largest number of active sequences. The others wait. If null, there is no limit.",
+        description="Largest number of active sequences, of all models. The others wait. If null, there is "
+        "no limit.",
     )
     max_waiting: int = Field(
         1000,
@@ -82,6 +106,24 @@ class SequenceSettings(Section):
         "with INVALID_REQUEST.",
     )
 
+    models: Annotated[tuple[SequenceModelSettings, ...], Field(strict=False)] = Field(
+        (),
+        max_length=MAX_OVERRIDES,
+        description="Other values for the sequences of some models. The first entry whose `match` fits the "
+        "model applies.",
+    )
+
+    @field_validator("models")
+    @classmethod
+    def _check_matches_differ(
+        cls, models: tuple[SequenceModelSettings, ...]
+    ) -> tuple[SequenceModelSettings, ...]:
+        matches = [model.match for model in models]
+        for number, match in enumerate(matches):
+            if match in matches[:number]:
+                raise setting_error(f"{match} is there twice, and only the first entry would apply")
+        return models
+
     @field_validator("header", "session_id_header")
     @classmethod
     def _check_header(cls, name: str) -> str:
@@ -104,6 +146,9 @@ class SequenceSettings(Section):
             on_error=OnError(self.on_error),
             gap_s=self.gap_s,
             refuse_after_end=self.after_end == "refuse",
+            overrides=tuple(
+                SequenceOverride(model.match, model.max_idle_s, model.max_active) for model in self.models
+            ),
         )
 
     def default_carry(self) -> CarryMode:

@@ -465,6 +465,11 @@ MERGE_OFF = _add_table_gauge(
     "path",
     "model",
 )
+RULE_TIMEOUTS = _add_counter(
+    "rule_timeouts",
+    "Requests that were claimed after the default timeout of their rule, by what happened to them",
+    action=("reject", "delay"),
+)
 
 # ── sequences ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -474,7 +479,19 @@ SEQUENCES_ACTIVE = _add_gauge(
 SEQUENCES_PARKED = _add_gauge(
     "sequences_parked",
     lambda s: s.sequences.get_count("parked"),
-    "Sequences that wait to start because sequences.max_active are active",
+    "Sequences that wait to start because sequences.max_active are active, or max_active of their model",
+)
+SEQUENCES_ACTIVE_BY_MODEL = _add_table_gauge(
+    "sequences_active_by_model",
+    lambda s: s.sequences.get_by_match("active"),
+    "Active sequences to which an entry of sequences.models applies",
+    "match",
+)
+SEQUENCES_PARKED_BY_MODEL = _add_table_gauge(
+    "sequences_parked_by_model",
+    lambda s: s.sequences.get_by_match("parked"),
+    "Sequences that wait to start, and to which an entry of sequences.models applies",
+    "match",
 )
 SEQUENCES_HELD = _add_gauge(
     "sequences_held",

@@ -300,6 +300,9 @@ class BatchingStatus:
     """Number of requests that were answered by merged calls."""
     batching_checks: Mapping[str, int] = field(default_factory=dict)
     """Single calls that were made to check answers of merged calls, by result."""
+    batching_timeouts: Mapping[str, int] = field(default_factory=dict)
+    """Number of requests that this process claimed after the default timeout of their rule, by what happened
+    to them: `reject`, `delay`."""
 
     def get_by_path_and_model(
         self, value: Callable[[MergeTargetStatus], float | None]
@@ -309,6 +312,21 @@ class BatchingStatus:
         return {name: known for name, known in values.items() if known is not None}
 
 
+SEQUENCE_COUNTS = ("active", "parked", "held", "aborted", "waiting")
+"""Names of the counts in `SequencesStatus.sequences`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceModelStatus:
+    """Sequences of all replicas to which one entry of `sequences.models` applies."""
+
+    match: str = ""
+    """Pattern of the model names."""
+    active: int = 0
+    parked: int = 0
+    """Number of sequences that wait to begin."""
+
+
 @dataclass(frozen=True, slots=True)
 class SequencesStatus:
     """State of the sequences."""
@@ -316,6 +334,8 @@ class SequencesStatus:
     sequences: Mapping[str, int] | None = None
     """Number of sequences of all replicas by status (`active`, `parked`, `held`, `aborted`), and of requests
     that wait for their turn (`waiting`). `None` if they are not known."""
+    sequence_models: Sequence[SequenceModelStatus] = ()
+    """Number of sequences for each entry of `sequences.models` that applies to some."""
     sequence_turns: Mapping[str, int] = field(default_factory=dict)
     """Decisions about claimed requests of sequences in this process: `granted`, `waits`, `rejected`."""
     sequence_servers: Mapping[str, int] = field(default_factory=dict)
@@ -325,6 +345,10 @@ class SequencesStatus:
     def get_count(self, name: str) -> int | None:
         """Return one number of `sequences`, or `None` if it is not known."""
         return None if self.sequences is None else self.sequences.get(name)
+
+    def get_by_match(self, name: str) -> Mapping[str, float]:
+        """Return one number (`active` or `parked`) for each pattern of `sequences.models` that applies."""
+        return {each.match: float(getattr(each, name)) for each in self.sequence_models[:MAX_TABLE_ROWS]}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dispatcher.core.health import Assessment, Cause, Health, HealthRecord
 from dispatcher.core.limit.budget import Policy, Reading, Signal
 from dispatcher.core.limit.limiter import Limiter
 from dispatcher.core.requests.forecast import QueueForecast
-from dispatcher.core.sequences.decisions import SequenceCounts
+from dispatcher.core.sequences.decisions import OverrideCounts, SequenceCounts
 from dispatcher.dispatch.queue_access import QueueView
 from dispatcher.ports import QueueCounts, SharedState
 from dispatcher.settings import Settings
@@ -158,10 +158,13 @@ def test_no_warning_about_the_reserve_if_it_is_not_needed(other: Status) -> None
     assert "Warning" not in other.gate.explanation
 
 
-def explain_sequences(**counted: int) -> str:
+def explain_sequences(**counted: Any) -> str:
     """Return the explanation of sequences for these counts."""
     limiter = Limiter(Policy(per_endpoint=64), [Signal.REQUESTS])
-    settings = Settings.model_validate({"gateway": {"url": "http://gw"}, "sequences": {"max_active": 2}})
+    models = [{"match": "big-*", "max_active": 1}, {"match": "patient", "max_idle_s": 9}]
+    settings = Settings.model_validate(
+        {"gateway": {"url": "http://gw"}, "sequences": {"max_active": 2, "models": models}}
+    )
     queue = QueueView(counts=QueueCounts(9, 0, 0, 0, sequences=SequenceCounts(**counted)))
     explanation = build_limiter_status(limiter, 1.2, settings, queue=queue, running=0).gate.explanation
     return explanation[explanation.index("Sequences: ") :] if "Sequences: " in explanation else ""
@@ -176,6 +179,26 @@ def test_requests_held_back_by_sequences_are_explained() -> None:
         f"Sequences: 7 requests wait for a turn, {held}, 4 have not begun, because sequences.max_active "
         "(2) are active."
     )
+
+
+def test_parked_sequences_are_explained_by_the_limit_that_they_wait_for() -> None:
+    big = OverrideCounts("big-*", active=1, parked=3)
+    limited = "3 of model big-* have not begun, because sequences.models[0].max_active (1) are active"
+    assert explain_sequences(active=1, parked=3, overrides=(big,)) == f"Sequences: {limited}."
+    patient = OverrideCounts("patient", active=1, parked=1)
+    general = "2 have not begun, because sequences.max_active (2) are active"
+    assert (
+        explain_sequences(active=2, parked=5, overrides=(big, patient)) == f"Sequences: {limited}, {general}."
+    )
+
+
+def test_sequences_of_overrides_are_in_the_status() -> None:
+    counts = SequenceCounts(active=2, parked=3, overrides=(OverrideCounts("big-*", 1, 3),))
+    view = QueueView(counts=QueueCounts(9, 0, 0, 0, sequences=counts))
+    settings = Settings.model_validate({"gateway": {"url": "http://gw"}})
+    status = build_limiter_status(Limiter(Policy(), []), 1.2, settings, queue=view).sequences
+    assert status.sequences == {"active": 2, "parked": 3, "held": 0, "aborted": 0, "waiting": 0}
+    assert (status.get_by_match("active"), status.get_by_match("parked")) == ({"big-*": 1.0}, {"big-*": 3.0})
 
 
 def build_status_after_failures(*, is_unreachable: bool = False, at: float = 3.0) -> Status:

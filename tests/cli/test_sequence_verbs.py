@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from dispatcher.cli import app
 from dispatcher.core.requests.request import encode_member, parse_member
-from dispatcher.core.sequences.decisions import SequenceTerms, TurnEnd
+from dispatcher.core.sequences.decisions import SequenceOverride, SequenceTerms, TurnEnd
 from dispatcher.core.sequences.turns import OnError, Turn
 from dispatcher.ports import DeadLetter, Lease, Settlement, Submission
 from dispatcher.queue.keys import QueueNames
@@ -89,6 +89,23 @@ async def test_parked_sequence_is_shown(queue_server: Server, queue: OwnerAndAdm
     await queue.claim_turns([(leases[0], Turn("late", 0))], replace(TERMS, max_active=1))
     output = (await run_verb(queue_server, "describe", "late")).out
     assert "parked: it begins when one of the sequences.max_active that are alive has ended" in output
+
+
+async def test_sequence_that_waits_for_others_of_its_model_is_shown(
+    queue_server: Server, queue: OwnerAndAdmin
+) -> None:
+    terms = replace(TERMS, overrides=(SequenceOverride("big-*", max_active=1),))
+    turns = [Turn(name, 0, override="big-*") for name in ("first", "second")]
+    await queue.submit(
+        [Submission(encode_member(turn.id, b"{}", LATER, sequence=turn), LATER) for turn in turns]
+    )
+    await queue.claim_turns(list(zip((await claim(queue)).leases, turns, strict=True)), terms)
+    described = (await run_verb(queue_server, "describe", "second")).out
+    assert "one of the sequences.max_active, or of the max_active for big-*, that are alive" in described
+    assert (
+        "those of big-* in sequences.models"
+        in (await run_verb(queue_server, "sequences", "show", "second")).out
+    )
 
 
 async def test_held_sequence_is_shown_with_its_cause_and_released(

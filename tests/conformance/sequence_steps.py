@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from dispatcher.core.models.names import parse_model
 from dispatcher.core.requests.request import Request, parse_member
 from dispatcher.core.sequences.decisions import SequenceTerms, TurnDecision, TurnEnd, TurnGranted, TurnWaits
 from dispatcher.core.sequences.turns import SequenceSnapshot, Turn
@@ -18,11 +19,13 @@ NO_LEASE = Lease(0, "", b"", 0, 0, 0, 0, 0)
 LATER = NOW + 3600
 
 
-def get_turn(lease: Lease) -> Turn:
+def get_turn(lease: Lease, terms: SequenceTerms = TERMS) -> Turn:
+    """Return the turn of a request, with the override for its model."""
     request = parse_member(lease.member)
     assert isinstance(request, Request)
     assert request.sequence is not None
-    return request.sequence
+    override = terms.match_override(parse_model(request.payload))
+    return msgspec.structs.replace(request.sequence, override=override)
 
 
 def get_request_id(lease: Lease) -> str:
@@ -34,7 +37,7 @@ def get_request_id(lease: Lease) -> str:
 async def claim_turns_of(
     queue: Queue, leases: Sequence[Lease], terms: SequenceTerms = TERMS
 ) -> Sequence[TurnDecision]:
-    return (await queue.claim_turns([(lease, get_turn(lease)) for lease in leases], terms)).decisions
+    return (await queue.claim_turns([(lease, get_turn(lease, terms)) for lease in leases], terms)).decisions
 
 
 async def claim_and_take_turns(

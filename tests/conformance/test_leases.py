@@ -10,6 +10,7 @@ import pytest
 from dispatcher.ports import Lease, Permit, Release, Settlement, SettleStatus
 from tests.conformance.worlds import (
     LEASE_S,
+    NOW,
     World,
     answer,
     claim,
@@ -413,3 +414,43 @@ async def test_hundreds_of_leases_are_handled_in_one_call(world: World) -> None:
     assert list((await owner.renew(leases)).lost_entry_ids) == []
     assert set(await owner.settle([answer(lease) for lease in leases])) == {SettleStatus.DONE}
     assert await world.pop_results() == [answer(lease).result for lease in leases]
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.01])
+async def test_request_released_with_a_new_score_waits_behind_better_scores(
+    world: World, delay_s: float
+) -> None:
+    await submit_requests(world, 3)
+    owner = world.owner()
+    first, *others = await claim(owner)
+    await owner.release([Release(first, delay_s=delay_s, new_score=9e11 + NOW, is_undelivered=True)])
+    await owner.release([Release(other) for other in others])
+
+    async def due() -> bool:
+        return (await owner.sweep()).due_count == 1
+
+    if delay_s:
+        await wait_until(due)
+    again = await claim(owner)
+    assert [lease.member for lease in again] == [*(lease.member for lease in others), first.member]
+    assert (again[-1].score, again[-1].deliveries) == (9e11 + NOW, 1)
+    assert [lease.score for lease in again[:-1]] == [1.0, 2.0]
+
+
+async def test_request_that_was_released_with_a_new_score_keeps_it_after_a_lost_lease(world: World) -> None:
+    await submit_requests(world, 1)
+    owner = world.owner()
+    [lease] = await claim(owner)
+    await owner.release([Release(lease, new_score=float("inf"))])
+    await world.lose_leases(owner, *await claim(owner))
+    [again] = await claim(owner)
+    assert again.score == float("inf")
+
+
+async def test_overdue_request_is_found_under_its_new_score(world: World) -> None:
+    await world.zadd(NOW - 50, member("late", deadline=NOW - 50))
+    owner = world.owner()
+    [lease] = await claim(owner)
+    await owner.release([Release(lease, new_score=9e11 + NOW - 50)])
+    found = [one for _ in range(12) for one in await owner.find_overdue(10)]
+    assert {one.member for one in found} == {lease.member}

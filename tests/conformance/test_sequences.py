@@ -16,7 +16,9 @@ from dispatcher.core.requests.found_request import RequestLocation
 from dispatcher.core.requests.request import Request, parse_member
 from dispatcher.core.requests.result import ErrorCode
 from dispatcher.core.sequences.decisions import (
+    OverrideCounts,
     SequenceCounters,
+    SequenceOverride,
     TurnEnd,
     TurnGranted,
     TurnRejected,
@@ -52,12 +54,16 @@ from tests.conformance.worlds import NOW, World, answer, claim, claim_fully, mem
 from tests.support import wait_until
 
 
-async def submit_turns(world: World, name: str, *turns: Any, of: str = "s", deadline: int = LATER) -> None:
+async def submit_turns(
+    world: World, name: str, *turns: Any, of: str = "s", deadline: int = LATER, model: str = ""
+) -> None:
     """Submit requests <name>-<n> in the order of their scores. A turn is an index, None, or fields of
     `data.sequence`."""
     for at, turn in enumerate(turns):
         fields = turn if isinstance(turn, dict) else {"index": turn}
-        data = member(f"{name}-{at}", deadline=deadline, sequence={"id": of, **fields})
+        data = member(
+            f"{name}-{at}", deadline=deadline, sequence={"id": of, **fields}, payload={"model": model}
+        )
         await world.zadd(deadline + at * 1e-3, data)
 
 
@@ -596,6 +602,133 @@ async def test_idle_sequence_makes_room_for_a_parked_one(world: World) -> None:
     await world.age_sequences(1001)
     assert (await queue.sweep()).turn_count == 1
     assert get_request_id(await claim_next_turn(queue, terms)) == "b-0"
+
+
+# Overrides for models.
+
+
+LIMITED = replace(TERMS, overrides=(SequenceOverride("big-*", max_active=1),))
+
+
+async def test_full_override_does_not_delay_sequences_of_other_models(world: World) -> None:
+    queue = world.owner()
+    for at, (name, model) in enumerate({"a": "big-1", "b": "big-2", "c": "small", "d": ""}.items()):
+        await submit_turns(world, name, 0, of=name, deadline=LATER + at, model=model)
+    left, decisions = await claim_and_take_turns(queue, LIMITED)
+    assert set(left) == {"a-0", "c-0", "d-0"}
+    assert decisions["b-0"] == TurnWaits()
+    snapshot = await get_snapshot(world, "b")
+    assert (snapshot.status, snapshot.override) == (SequenceStatus.PARKED, "big-*")
+    await finish_request(queue, left["c-0"])
+    assert await claim(queue) == [], "the end of another model makes no room"
+
+
+async def test_parked_sequences_begin_by_score_among_those_whose_override_has_room(world: World) -> None:
+    queue, terms = world.owner(), replace(LIMITED, max_active=2)
+    last = {"index": 0, "last": True}
+    for at, (name, model) in enumerate(
+        {"a": "big-1", "b": "small", "c": "big-2", "d": "big-1", "e": "small", "f": "other"}.items()
+    ):
+        await submit_turns(world, name, last, of=name, deadline=LATER + at, model=model)
+    left, _ = await claim_and_take_turns(queue, terms)
+    assert set(left) == {"a-0", "b-0"}
+    counts = (await queue.count_requests()).sequences
+    assert (counts.active, counts.parked, counts.overrides) == (2, 4, (OverrideCounts("big-*", 1, 2),))
+    await finish_request(queue, left["b-0"])
+    left_now, _ = await claim_and_take_turns(queue, terms)
+    assert set(left_now) == {"e-0"}, "the two with better scores are of the model that is full"
+    await finish_request(queue, left["a-0"])
+    left_now, _ = await claim_and_take_turns(queue, terms)
+    assert set(left_now) == {"c-0"}
+    await finish_request(queue, left_now["c-0"])
+    left_now, _ = await claim_and_take_turns(queue, terms)
+    assert set(left_now) == {"d-0"}, "it is before f"
+
+
+async def test_general_limit_is_the_bound_of_all_overrides(world: World) -> None:
+    queue = world.owner()
+    terms = replace(TERMS, max_active=1, overrides=(SequenceOverride("big", max_active=5),))
+    for name in "ab":
+        await submit_turns(world, name, 0, of=name, model="big")
+    left, _ = await claim_and_take_turns(queue, terms)
+    assert len(left) == 1
+
+
+async def test_idle_time_of_an_override_applies_to_its_sequences_only(world: World) -> None:
+    queue = world.owner()
+    terms = replace(
+        TERMS,
+        overrides=(SequenceOverride("quick", max_idle_s=100), SequenceOverride("slow", max_idle_s=2000)),
+    )
+    for name in ("quick", "slow", "other"):
+        await submit_turns(world, name, 0, of=name, model=name)
+    left, _ = await claim_and_take_turns(queue, terms)
+    for lease in left.values():
+        await finish_request(queue, lease)
+    for age_s, expected in ((101, {"slow", "other"}), (900, {"slow"}), (1000, set())):
+        await world.age_sequences(age_s)
+        await queue.sweep()
+        page = await world.queue_admin.list_sequences(10)
+        assert {one.id for one in page.sequences} == expected
+
+
+async def test_reset_with_another_model_waits_for_room_of_its_override(world: World) -> None:
+    queue = world.owner()
+    await submit_turns(world, "busy", {"index": 0}, of="busy", model="big-1")
+    busy = await claim_next_turn(queue, LIMITED)
+    await submit_turns(world, "old", 0, of="s", model="small")
+    await finish_request(queue, await claim_next_turn(queue, LIMITED))
+    await submit_turns(world, "new", {"reset": True}, of="s", model="big-2")
+    left, decisions = await claim_and_take_turns(queue, LIMITED)
+    assert (left, decisions) == ({}, {"new-0": TurnWaits()})
+    assert (await get_snapshot(world)).status is SequenceStatus.PARKED
+    await submit_turns(world, "end", {"last": True}, of="busy", model="big-1")
+    await finish_request(queue, busy)
+    await finish_request(queue, await claim_next_turn(queue, LIMITED))
+    assert get_request_id(await claim_next_turn(queue, LIMITED)) == "new-0"
+
+
+async def test_sequences_of_a_removed_override_follow_the_general_settings(world: World) -> None:
+    queue = world.owner()
+    for name in "ab":
+        await submit_turns(world, name, 0, of=name, model="big")
+    left, _ = await claim_and_take_turns(queue, replace(TERMS, overrides=(SequenceOverride("big", None, 1),)))
+    assert len(left) == 1
+    await queue.claim_turns([], TERMS)
+    await queue.sweep()
+    assert len(await claim(queue)) == 1
+
+
+async def test_parked_sequences_of_negative_and_infinite_scores_keep_their_order(world: World) -> None:
+    queue, terms = world.owner(), replace(LIMITED, max_active=1)
+    last = {"index": 0, "last": True}
+    await submit_turns(world, "first", last, of="first", deadline=LATER)
+    running = await claim_next_turn(queue, terms)
+    scores = [float("-inf"), -2.5, -1.0, 0.0, 0.5, 1e300, float("inf")]
+    for at, score in enumerate(reversed(scores)):
+        name = f"n{len(scores) - 1 - at}"
+        data = member(name, deadline=LATER, sequence={"id": name, **last}, payload={"model": "big-1"})
+        await world.zadd(score, data)
+    assert (await claim_and_take_turns(queue, terms))[0] == {}
+    order = []
+    for _ in scores:
+        await finish_request(queue, running)
+        running = await claim_next_turn(queue, terms)
+        order.append(get_request_id(running))
+    assert order == [f"n{at}" for at in range(len(scores))]
+
+
+async def test_cancelled_parked_sequence_leaves_its_place_to_the_next(world: World) -> None:
+    queue = world.owner()
+    for at, name in enumerate("abc"):
+        await submit_turns(
+            world, name, {"index": 0, "last": True}, of=name, deadline=LATER + at, model="big-1"
+        )
+    left, _ = await claim_and_take_turns(queue, LIMITED)
+    await world.queue_admin.cancel_sequence("b")
+    await finish_request(queue, left["a-0"])
+    assert get_request_id(await claim_next_turn(queue, LIMITED)) == "c-0"
+    assert (await queue.count_requests()).sequences.overrides == (OverrideCounts("big-*", 1, 0),)
 
 
 # Failures.

@@ -14,6 +14,7 @@ from dispatcher.dispatch.claimed_request import ClaimedLeases
 from dispatcher.dispatch.completions import Completion, get_lease
 from dispatcher.dispatch.in_flight import InFlightTable
 from dispatcher.dispatch.options import Options
+from dispatcher.dispatch.queue_timeouts import QueueTimeouts
 from dispatcher.dispatch.sequences.turns import ParsedRequestCache
 from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
@@ -61,7 +62,9 @@ def admit(
         table, completed = InFlightTable(), list[Completion]()
         queue = MemoryQueue(MemoryStore(clock=asyncio.get_running_loop().time), "a")
         options = Options(POLICY, max_payload_bytes=max_payload_bytes)
-        admission = Admission(queue, table, ParsedRequestCache(), options, completed.append)
+        admission = Admission(
+            queue, table, ParsedRequestCache(), QueueTimeouts(options), options, completed.append
+        )
         admitted = admission.admit_leases(ClaimedLeases(leases, 7.0, PERMIT))
         assert all(claimed.entry in table for claimed in admitted)
         assert all(entry.confirmed_at == 7.0 for entry in table)

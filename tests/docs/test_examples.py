@@ -170,7 +170,7 @@ def test_batching_rules_on_their_page_are_valid_and_match_a_shape() -> None:
         assert isinstance(settings, Settings), settings
         assert [each for each in find_doubts(settings) if each.where.startswith("batching")] == []
         shapes += [rule.shape.name for rule in settings.batching.active_rules()]
-    assert shapes == ["tensorflow", "kserve", "embeddings", "rerank", "kserve"]
+    assert shapes == ["tensorflow", "kserve", "embeddings", "rerank", "embeddings", "kserve"]
 
 
 def test_model_and_warmup_examples_on_their_page_are_valid() -> None:

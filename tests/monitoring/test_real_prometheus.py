@@ -25,6 +25,7 @@ from dispatcher.telemetry.status import (
     ModelsStatus,
     ModelStatus,
     QueueStatus,
+    SequenceModelStatus,
     SequencesStatus,
     Terms,
     VersionStatus,
@@ -49,6 +50,8 @@ ABSENT_SERIES = {
     "batch_dispatcher_merge_size",
     "batch_dispatcher_picker_max_concurrency",
     "batch_dispatcher_per_endpoint",  # max_sys is set
+    "batch_dispatcher_sequences_active_by_model",  # no sequence has settings of its own
+    "batch_dispatcher_sequences_parked_by_model",
     "batch_dispatcher_signals_failing_seconds",  # the signals can be read
     "batch_dispatcher_watch_endpoints",  # no cluster
     "batch_dispatcher_watch_stale_seconds",
@@ -72,7 +75,10 @@ STATUS_WITH_ALL_VALUES = replace(
     ),
     impact=ImpactStatus(0.2, 0.9, 0.02, 0.05, batch_share=0.4),
     batching=BatchingStatus([MERGED, replace(MERGED, model="other", off_reason="it mixes things up")], 3),
-    sequences=SequencesStatus({"active": 5, "parked": 1, "held": 1, "aborted": 1, "waiting": 9}),
+    sequences=SequencesStatus(
+        {"active": 5, "parked": 1, "held": 1, "aborted": 1, "waiting": 9},
+        [SequenceModelStatus("qwen-*", 2, 1)],
+    ),
     models=ModelsStatus(
         [ModelStatus("qwen", serving=2, waiting=7,
                      versions=[VersionStatus("qwen-v2", serving=2, warm=1, share=1.0)])]

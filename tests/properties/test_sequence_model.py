@@ -17,10 +17,19 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
+from msgspec import structs
 
+from dispatcher.core.models.names import parse_model
 from dispatcher.core.requests.request import Request, parse_member
-from dispatcher.core.sequences.decisions import SequenceTerms, TurnEnd, TurnGranted, TurnRejected, TurnWaits
-from dispatcher.core.sequences.turns import OnError, SequenceSnapshot, Turn
+from dispatcher.core.sequences.decisions import (
+    SequenceOverride,
+    SequenceTerms,
+    TurnEnd,
+    TurnGranted,
+    TurnRejected,
+    TurnWaits,
+)
+from dispatcher.core.sequences.turns import OnError, SequenceSnapshot, SequenceStatus, Turn
 from dispatcher.ports import DeadLetter, Release, Settlement
 from tests.properties.queue_comparison import (
     NAMES,
@@ -36,6 +45,12 @@ from tests.queue.time_shifts import age_sequences_in_memory, age_sequences_in_re
 
 NEVER, PAST = 4 * 10**9, 1000
 TERMS = SequenceTerms(max_idle_s=1000, max_age_s=5000, max_waiting=8, gap_s=500)
+OVERRIDES = (
+    SequenceOverride("limited-*", max_active=1),
+    SequenceOverride("patient", max_idle_s=4000, max_active=1),
+    SequenceOverride("*", max_idle_s=500),
+)
+MODELS = ("", "limited-a", "limited-b", "patient", "another")
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +72,7 @@ class SequenceModel(QueueComparison):
         self.in_flight: dict[str, int] = {}
         """Entry in flight of each sequence."""
         self.rejected_tokens: set[str] = set()
+        self.last_statuses: dict[str, SequenceStatus] = {}
 
     turns = st.fixed_dictionaries(
         {
@@ -66,6 +82,7 @@ class SequenceModel(QueueComparison):
             "reset": st.integers(0, 5).map(lambda number: number == 0),
             "on_error": st.sampled_from([None, None, "continue", "abort", "hold", "hold"]),
             "secret": st.sampled_from([None] * 7 + ["the secret of another producer"]),
+            "model": st.sampled_from(MODELS),
         }
     )
 
@@ -73,7 +90,14 @@ class SequenceModel(QueueComparison):
     def submit(self, turns: list[dict[str, Any]], is_late: bool) -> None:
         for turn in turns:
             self.serial_number += 1
-            fields = {"id": f"r-{self.serial_number}", "deadline": NEVER, "payload": {}, "sequence": turn}
+            place = {name: value for name, value in turn.items() if name != "model"}
+            payload = {"model": turn.get("model", "")}
+            fields = {
+                "id": f"r-{self.serial_number}",
+                "deadline": NEVER,
+                "payload": payload,
+                "sequence": place,
+            }
             # Most requests were submitted after any cancel, some before, and some at an unknown time.
             fields["created"] = {0: PAST, 4: None}.get(self.serial_number % 7, NEVER)
             member = json.dumps({"request_kind": "redis", "data": fields}).encode()
@@ -88,10 +112,21 @@ class SequenceModel(QueueComparison):
         max_active=st.sampled_from([None, None, 1]),
         refuse_after_end=st.booleans(),
         on_error=st.sampled_from(OnError),
+        overrides=st.sampled_from([(), OVERRIDES, OVERRIDES[:2]]),
     )
-    def configure(self, max_active: int | None, refuse_after_end: bool, on_error: OnError) -> None:
+    def configure(
+        self,
+        max_active: int | None,
+        refuse_after_end: bool,
+        on_error: OnError,
+        overrides: tuple[SequenceOverride, ...],
+    ) -> None:
         self.terms = replace(
-            TERMS, max_active=max_active, refuse_after_end=refuse_after_end, on_error=on_error
+            TERMS,
+            max_active=max_active,
+            refuse_after_end=refuse_after_end,
+            on_error=on_error,
+            overrides=overrides,
         )
 
     @rule(
@@ -99,9 +134,15 @@ class SequenceModel(QueueComparison):
         refuse_after_end=st.booleans(),
         on_error=st.sampled_from([*OnError, OnError.ABORT]),
         max_waiting=st.sampled_from([0, 1, 4, 8, 8]),
+        overrides=st.sampled_from([(), OVERRIDES, OVERRIDES, OVERRIDES[1:]]),
     )
     def reconfigure(
-        self, max_active: int | None, refuse_after_end: bool, on_error: OnError, max_waiting: int
+        self,
+        max_active: int | None,
+        refuse_after_end: bool,
+        on_error: OnError,
+        max_waiting: int,
+        overrides: tuple[SequenceOverride, ...],
     ) -> None:
         self.terms = replace(
             TERMS,
@@ -109,6 +150,7 @@ class SequenceModel(QueueComparison):
             refuse_after_end=refuse_after_end,
             on_error=on_error,
             max_waiting=max_waiting,
+            overrides=overrides,
         )
 
     @rule(
@@ -134,7 +176,7 @@ class SequenceModel(QueueComparison):
         turns: list[list[Any]] = [[], []]
         pairs_with_turn, kept = [], []
         for pair in pairs:
-            turn = parse_turn(pair.real.member)
+            turn = parse_turn(pair.real.member, self.terms)
             if turn is None:
                 kept.append(pair)
                 continue
@@ -234,7 +276,7 @@ class SequenceModel(QueueComparison):
         lose_reply: bool,
         with_turn_end: bool,
     ) -> None:
-        turn, (failed, token, conversation) = parse_turn(pair.real.member), end
+        turn, (failed, token, conversation) = parse_turn(pair.real.member, self.terms), end
         turn_end = None
         if turn is not None and with_turn_end and pair.real.token not in self.rejected_tokens:
             turn_end = TurnEnd(
@@ -335,7 +377,7 @@ class SequenceModel(QueueComparison):
     ) -> None:
         sides: list[list[Settlement]] = [[], []]
         for pair in ended:
-            turn = parse_turn(pair.real.member)
+            turn = parse_turn(pair.real.member, self.terms)
             assert turn is not None
             failed, token, conversation = end
             turn_end = TurnEnd(
@@ -377,7 +419,7 @@ class SequenceModel(QueueComparison):
             pair = LeasePair(real_lease, twin_lease)
             assert_same_lease(pair.real, pair.twin)
             assert granted == twin_granted
-            turn = parse_turn(pair.real.member)
+            turn = parse_turn(pair.real.member, self.terms)
             assert turn is not None
             assert self.in_flight.get(turn.id, pair.real.entry_id) == pair.real.entry_id, (
                 "two requests of a sequence run at once"
@@ -415,6 +457,18 @@ class SequenceModel(QueueComparison):
             twin.turn_count,
         )
         self.event_counts["turns by time"] += real.turn_count
+        self.check_nothing_waits_without_reason()
+
+    def check_nothing_waits_without_reason(self) -> None:
+        """Check that no sequence stays parked after a sweep while there is room for it."""
+        sequences = self.store.queue.sequences
+        terms, counts = sequences.terms, self.store.queue.count_requests().sequences
+        if terms.max_active is not None and counts.active >= terms.max_active:
+            return
+        for each in counts.overrides:
+            max_active = terms.get_max_active(each.match)
+            assert not each.parked or (max_active is not None and each.active >= max_active), each
+        assert counts.parked == sum(each.parked for each in counts.overrides)
 
     @rule(owner=owners, seconds=st.sampled_from([600.0, 600.0, 600.0, 1100.0, 6000.0]))
     def time_passes(self, owner: int, seconds: float) -> None:
@@ -463,7 +517,7 @@ class SequenceModel(QueueComparison):
         items: list[list[Any]] = [[], []]
         for which, side in enumerate(sides):
             for item in side:
-                turn = parse_turn(item.member)
+                turn = parse_turn(item.member, self.terms)
                 turn_end = None if turn is None else TurnEnd(turn, has_failed=failing, cause="too late")
                 items[which].append((item, Settlement(UNLEASED, why, "", turn_end=turn_end)))
         before = dict(self.in_flight)
@@ -548,6 +602,10 @@ class SequenceModel(QueueComparison):
                 self.event_counts[f"{one.status}"] += 1
                 self.event_counts["several runs"] += one.run_count > 1
                 self.event_counts["gaps"] += one.gap_since is not None
+                self.event_counts[f"{one.status} with {one.override!r}"] += 1
+                if one.status == "parked" and self.last_statuses.get(one.id) in ("open", "held"):
+                    self.event_counts["parked again by a reset"] += 1
+        self.last_statuses = {one.id: one.status for one in real if one is not None}
 
     def check_waiting_turns(self, state: dict[str, Any]) -> None:
         waiting = {int(name[-16:]) for name, _ in state["sequenced"]}
@@ -572,9 +630,12 @@ def remove_times(one: SequenceSnapshot | None) -> SequenceSnapshot | None:
     return None if one is None else replace(one, began_at=None, last_active_at=0.0, gap_since=None)
 
 
-def parse_turn(member: bytes) -> Turn | None:
+def parse_turn(member: bytes, terms: SequenceTerms = TERMS) -> Turn | None:
+    """Return the turn of a member, with the override for its model."""
     request = parse_member(member)
-    return request.sequence if isinstance(request, Request) else None
+    if not isinstance(request, Request) or request.sequence is None:
+        return None
+    return structs.replace(request.sequence, override=terms.match_override(parse_model(request.payload)))
 
 
 COUNTERS = ("held", "released", "aborted", "cancelled", "gaps")
@@ -604,6 +665,8 @@ EXPECTED_EVENTS = (
         "replies lost",
     ),
     *("claimed next", "not claimed next", "claimed next again", "SEQUENCE_DENIED", "CANCELLED"),
+    *("open with 'patient'", "parked with 'limited-*'", "parked with ''"),
+    "parked again by a reset",
 )
 
 

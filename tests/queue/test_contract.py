@@ -37,6 +37,7 @@ PAGE = (DOCS / "reference" / "queue-contract.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```\w+\n(.*?)```", PAGE, re.DOTALL))
 SCRIPTS = sorted((ROOT / "dispatcher" / "queue" / "lua").glob("*.lua"))
 FRAGMENTS = {
+    "byte_order",
     "common",
     "claim_next",
     "list_ttl",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dispatcher.core.sequences.decisions import SequenceTerms
+from dispatcher.core.sequences.decisions import SequenceOverride, SequenceTerms
 from dispatcher.core.sequences.turns import CarryMode, OnError
 from dispatcher.settings import Settings, parse_settings
 
@@ -30,6 +30,16 @@ def test_all_keys_are_applied() -> None:
     assert found.sequences.default_carry() is CarryMode.MESSAGES
 
 
+def test_overrides_for_models_keep_their_order() -> None:
+    text = "sequences: {models: [{match: big-*, max_active: 2}, {match: '*', max_idle_s: 30}]}"
+    found = parse_settings(MINIMAL + text, {})
+    assert isinstance(found, Settings)
+    assert found.sequences.build_terms().overrides == (
+        SequenceOverride("big-*", None, 2),
+        SequenceOverride("*", 30, None),
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -40,6 +50,12 @@ def test_all_keys_are_applied() -> None:
         ("{header: x-a, session_id_header: X_A}", "must not be sequences.header"),
         ("{max_active: 0}", "max_active"),
         ("{on_error: stop}", "on_error"),
+        ("{models: [{match: ''}]}", "must not be empty"),
+        ('{models: [{match: "a\\x00b"}]}', "control characters"),
+        ("{models: [{max_active: 2}]}", "match"),
+        ("{models: [{match: a, max_active: 0}]}", "max_active"),
+        ("{models: [{match: a}, {match: b}, {match: a}]}", "a is there twice"),
+        (f"{{models: [{', '.join(f'{{match: m{n}}}' for n in range(21))}]}}", "at most 20"),
     ],
 )
 def test_invalid_setting_is_rejected(text: str, message: str) -> None:

@@ -134,6 +134,14 @@ def test_all_problems_are_reported_at_once_with_line_and_nearest_key() -> None:
             MINIMAL + "batching: {rules: [{paths: [/v1/embeddings], max_size: 8, preferred_sizes: [4, 16]}]}",
             "config.yaml: line 2: batching.rules[0].preferred_sizes: 16 is above max_size, 8, and would never be met",
         ),
+        (
+            MINIMAL + "batching: {rules: [{paths: [/v1/embeddings], timeout_action: delay}]}",
+            "config.yaml: line 2: batching.rules[0].timeout_action: delay needs default_timeout_s",
+        ),
+        (
+            MINIMAL + "batching: {rules: [{paths: [/v1/embeddings], default_timeout_s: 0}]}",
+            "config.yaml: line 2: batching.rules[0].default_timeout_s: must be above 0.0, not 0",
+        ),
         (MINIMAL + "batching: {rules: 5}", "config.yaml: line 2: batching.rules: a list is expected"),
         (MINIMAL + "admin: 5", "config.yaml: line 2: admin: a section with keys is expected"),
         (MINIMAL + "admin: {port: '80'}", "config.yaml: line 2: admin.port: a whole number is expected"),
@@ -455,6 +463,24 @@ def test_batching_rules_are_read_as_json_from_a_variable_and_problems_name_the_r
     ]
     (problem,) = list_problems(MINIMAL, BATCHING__RULES="[{")
     assert problem.startswith("environment: BATCH_DISPATCHER__BATCHING__RULES: cannot be read")
+
+
+@pytest.mark.parametrize("mode", ["off", "auto"])
+def test_timeouts_of_batching_rules_keep_the_order_of_the_rules_in_every_mode(mode: str) -> None:
+    rules = (
+        "[{paths: [/v1/embeddings]},"
+        " {paths: ['/v2/*'], shape: kserve, default_timeout_s: 1.5, timeout_action: delay}]"
+    )
+    timeouts = parse_valid(MINIMAL + f"batching: {{mode: {mode}, rules: {rules}}}").batching.build_timeouts()
+    assert [(each.paths, each.timeout_s, each.action) for each in timeouts] == [
+        (("/v1/embeddings",), None, "reject"),
+        (("/v2/*",), 1.5, "delay"),
+    ]
+    assert timeouts[1].setting == "batching.rules[1].default_timeout_s"
+
+
+def test_rules_without_a_timeout_cost_claimed_requests_nothing() -> None:
+    assert parse_valid().batching.build_timeouts() == ()
 
 
 @pytest.mark.parametrize(

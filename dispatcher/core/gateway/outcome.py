@@ -250,14 +250,16 @@ _MAX_DESCRIPTION_CHARS = 200
 """Maximum length of the description of an outcome, which is stored for each request that is sent again."""
 
 
-def make_deadline_error(last_attempt: str, failed_attempts: int, refusals: int) -> Errored:
-    """Return the result of a request whose deadline has passed. `last_attempt` is the outcome of the last
-    attempt, if there was one."""
+def make_deadline_error(
+    last_attempt: str, failed_attempts: int, refusals: int, why: str = "deadline exceeded"
+) -> Errored:
+    """Return the result of a request that is too late, because of its deadline or for the reason `why`.
+    `last_attempt` is the outcome of the last attempt, if there was one."""
     counts = ((failed_attempts, "attempt"), (refusals, "refusal"))
     tries = " and ".join(f"{count} {word}{'s' if count > 1 else ''}" for count, word in counts if count)
     after = f" after {tries}" if tries else ""
     last = f"; the last attempt: {last_attempt}" if last_attempt else ""
-    return Errored(ErrorCode.DEADLINE_EXCEEDED, f"deadline exceeded{after}{last}")
+    return Errored(ErrorCode.DEADLINE_EXCEEDED, f"{why}{after}{last}")
 
 
 def describe_outcome(outcome: Failed | Overloaded | Evicted | Unreachable | UncountedError) -> str:

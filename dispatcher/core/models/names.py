@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from urllib.parse import unquote
 
 import msgspec
 
@@ -10,6 +11,8 @@ from dispatcher.core.printable import truncate_text
 from dispatcher.core.requests.surrogates import replace_surrogates
 
 _MAX_NAME_CHARS = 100
+_MODEL_PATH = re.compile(r"/v[12]/models/([^/:]+)")
+"""Path of the protocols of TensorFlow Serving and of KServe, which name the model there."""
 
 
 def quote_model(model: str) -> str:
@@ -46,6 +49,15 @@ def parse_model(payload: bytes) -> str:
     if model is None:  # the decoder rejects lone surrogates, which may be elsewhere in the body
         model = _decode_model(replace_surrogates(payload))
     return model or ""
+
+
+def find_model(payload: bytes, path: str) -> str:
+    """Return the model that a request asks for: the one in its body, or in a path such as
+    `/v2/models/m/infer` or `/v1/models/m:predict`. Empty if there is none."""
+    if model := parse_model(payload):
+        return model
+    in_path = _MODEL_PATH.search(path)
+    return unquote(in_path[1]) if in_path else ""
 
 
 def _decode_model(text: bytes) -> str | None:

@@ -422,7 +422,7 @@ def encode_member(
         "metadata": metadata,
         "headers": headers,
         "endpoint": endpoint,
-        "sequence": None if sequence is None else replace(sequence, owner="", submitted_at=0.0),
+        "sequence": None if sequence is None else replace(sequence, owner="", submitted_at=0.0, override=""),
     }
     member = _encode(
         {

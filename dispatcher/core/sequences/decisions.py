@@ -10,8 +10,22 @@ from dataclasses import dataclass
 
 import msgspec
 
+from dispatcher.core.patterns import matches_pattern
 from dispatcher.core.requests.result import ErrorCode
 from dispatcher.core.sequences.turns import OnError, SequenceSnapshot, SequenceStatus, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOverride:
+    """Settings for the sequences of some models, in place of the general ones."""
+
+    match: str
+    """Pattern of the names of the models. It is also the name of the override in the queue."""
+    max_idle_s: float | None = None
+    """`None` for the general value."""
+    max_active: int | None = None
+    """Largest number of these sequences that are active at once, within the general number. `None` for no
+    limit of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +49,27 @@ class SequenceTerms:
     refuse_after_end: bool = False
     """True if requests after the end of a sequence are rejected while the end is remembered. Otherwise they
     begin a new run."""
+    overrides: tuple[SequenceOverride, ...] = ()
+    """Overrides for models. The first one that matches applies."""
+
+    def match_override(self, model: str) -> str:
+        """Return the name of the override for a model. Empty if there is none."""
+        if not model:
+            return ""
+        return next((each.match for each in self.overrides if matches_pattern(each.match, model)), "")
+
+    def get_max_idle_s(self, override: str) -> float:
+        """Return the idle time of sequences with this override. An override that has gone changes nothing."""
+        found = self._get_override(override)
+        return self.max_idle_s if found is None or found.max_idle_s is None else found.max_idle_s
+
+    def get_max_active(self, override: str) -> int | None:
+        """Return the number of active sequences to which an override is limited. `None` for no limit."""
+        found = self._get_override(override)
+        return None if found is None else found.max_active
+
+    def _get_override(self, name: str) -> SequenceOverride | None:
+        return next((each for each in self.overrides if each.match == name), None) if name else None
 
 
 class TurnEnd(msgspec.Struct, frozen=True):
@@ -84,6 +119,15 @@ TurnDecision = TurnGranted | TurnWaits | TurnRejected
 
 
 @dataclass(frozen=True, slots=True)
+class OverrideCounts:
+    """Counts of the sequences with one override."""
+
+    match: str
+    active: int
+    parked: int
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceCounts:
     """Counts of the sequences of a queue."""
 
@@ -95,13 +139,17 @@ class SequenceCounts:
     aborted: int = 0
     waiting: int = 0
     """Number of requests that wait for their turn."""
+    overrides: tuple[OverrideCounts, ...] = ()
+    """Counts of each override that any active or parked sequence has, by the name of the override."""
 
     @classmethod
-    def from_statuses(cls, count: Mapping[SequenceStatus, int], waiting: int) -> SequenceCounts:
+    def from_statuses(
+        cls, count: Mapping[SequenceStatus, int], waiting: int, overrides: tuple[OverrideCounts, ...]
+    ) -> SequenceCounts:
         """Return the counts, given the number of sequences by status."""
         held, aborted = count.get(SequenceStatus.HELD, 0), count.get(SequenceStatus.ABORTED, 0)
         alive = count.get(SequenceStatus.OPEN, 0) + held
-        return cls(alive, count.get(SequenceStatus.PARKED, 0), held, aborted, waiting)
+        return cls(alive, count.get(SequenceStatus.PARKED, 0), held, aborted, waiting, overrides)
 
 
 @dataclass(slots=True)

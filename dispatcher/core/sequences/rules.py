@@ -16,6 +16,11 @@ state, and tests/properties/test_sequence_model.py verifies that both agree.
     runs    A reset begins a further run after the present one, and all later requests join that run. A run
             ends with its last request, by idle time, by age, by abort or by cancel. Requests that still wait
             begin the next run (`SequenceRun.expected_index` is then the first of them), or are rejected.
+    active  At most max_active sequences are active, and of those with an override (`SequenceOverride`) at
+            most its own max_active. Others are parked. When there is room, the parked sequence with the best
+            score begins, of those whose override has room. The override of a run is that of its first
+            request. If a reset begins a run with another override that has no room, the sequence is parked
+            again.
     owner   The request that begins a sequence determines its owner (`Turn.owner`: a secret, or a result
             list). Requests of other owners are rejected while the sequence is known, and change nothing in
             it.
@@ -37,6 +42,7 @@ from dataclasses import replace
 
 from dispatcher.core.requests.result import ErrorCode
 from dispatcher.core.sequences.decisions import (
+    OverrideCounts,
     SequenceCounters,
     SequenceTerms,
     TurnDecision,
@@ -83,7 +89,11 @@ class SequenceTable:
         self._has_terms = False
         self.status_counts: Counter[SequenceStatus] = Counter()
         self._run_numbers = itertools.count(1)
-        self._parked, self._checks = list[tuple[float, bytes]](), list[tuple[float, bytes]]()
+        self._active_by_override: Counter[str] = Counter()
+        self._parked_by_override: Counter[str] = Counter()
+        self._parked: dict[str, list[tuple[float, bytes]]] = {}
+        """Parked sequences by override, as heaps of score and id."""
+        self._checks: list[tuple[float, bytes]] = []
         self._ready_entries: list[int] = []
         self._leased_entry = 0
 
@@ -130,12 +140,13 @@ class SequenceTable:
             return TurnRejected(ErrorCode.CANCELLED, _CANCELLED if turn.submitted_at else _UNDATED)
         if sequence is not None and sequence.status in _OVER and not turn.reset:
             sequence.last_active_at = now
+            self._schedule_check(sequence, now)
             aborted = sequence.status is SequenceStatus.ABORTED
             return TurnRejected(
                 ErrorCode.SEQUENCE_ABORTED if aborted else ErrorCode.SEQUENCE_ENDED, sequence.cause
             )
         if sequence is None or sequence.status in _OVER:
-            goes_at_once = self._has_room() and (turn.reset or not turn.index)
+            goes_at_once = self._has_room(turn.override) and (turn.reset or not turn.index)
             return None if goes_at_once or max_waiting > 0 else reject_full(max_waiting)
         run = sequence.runs[-1]
         index = run.next_free_index if turn.index is None else turn.index
@@ -160,10 +171,14 @@ class SequenceTable:
             sequence.owner = turn.owner
         if is_new:
             sequence.begin_run()
-            sequence.runs, sequence.score = [], score
-            self._set_status(sequence, SequenceStatus.OPEN if self._has_room() else SequenceStatus.PARKED)
+            sequence.runs, sequence.score, sequence.override = [], score, turn.override
+            has_room = self._has_room(turn.override)
+            self._set_status(sequence, SequenceStatus.OPEN if has_room else SequenceStatus.PARKED)
         if is_new or turn.reset:
-            sequence.runs.append(SequenceRun(next(self._run_numbers), (turn.index or 0) if turn.reset else 0))
+            first_index = (turn.index or 0) if turn.reset else 0
+            sequence.runs.append(
+                SequenceRun(next(self._run_numbers), first_index, turn.override, first_score=score)
+            )
         sequence.last_active_at = now
         # Parked sequences begin in the order of their best scores. Setting the status again adds the new
         # score to the heap.
@@ -202,8 +217,10 @@ class SequenceTable:
         cause = "" if end is None else end.cause
         if sequence is not None and sequence.next_request is slot:
             sequence.next_request, sequence.last_active_at = None, now
-            # A request of an earlier run changes nothing: its run has ended while it was in flight.
-            if sequence.status is SequenceStatus.OPEN and slot.run_number == sequence.runs[0].number:
+            # A request of an earlier run changes nothing: its run has ended while it was in flight. A parked
+            # sequence has a request of its present run in flight if it was parked by a reset, then cancelled.
+            is_in_run = sequence.status in (SequenceStatus.OPEN, SequenceStatus.PARKED)
+            if is_in_run and slot.run_number == sequence.runs[0].number:
                 sequence.sticky_token = (
                     sequence.sticky_token if end is None or end.sticky_token is None else end.sticky_token
                 )
@@ -240,7 +257,9 @@ class SequenceTable:
         sequence = self.records.get(turn.id)
         if turn.index is None and action is OnError.CONTINUE:
             return
-        if not self._has_terms or ((sequence is None or sequence.status in _OVER) and not self._has_room()):
+        if not self._has_terms or (
+            (sequence is None or sequence.status in _OVER) and not self._has_room(turn.override)
+        ):
             return
         if self._find_rejection(sequence, turn, now) is not None:
             return
@@ -340,7 +359,7 @@ class SequenceTable:
         if len(sequence.runs) > 1:
             self._begin_next_run(sequence)
             return
-        sequence.runs = [SequenceRun(next(self._run_numbers), sequence.runs[0].expected_index)]
+        sequence.runs = [self._make_empty_run(sequence)]
         # An empty run remains, so that the end is remembered until the idle time has passed.
         self._set_status(sequence, closing[0])
         sequence.sticky_token, sequence.conversation, sequence.cause, sequence.last_active_at = (
@@ -349,6 +368,10 @@ class SequenceTable:
             why,
             now,
         )
+
+    def _make_empty_run(self, sequence: SequenceRecord) -> SequenceRun:
+        """Return a run in place of the present one, which has ended."""
+        return SequenceRun(next(self._run_numbers), sequence.runs[0].expected_index, sequence.override)
 
     def _fail_remaining(self, run: SequenceRun, code: ErrorCode, why: str) -> None:
         slots = [run.waiting_items[index] for index in run.waiting_indexes]
@@ -362,6 +385,14 @@ class SequenceTable:
         sequence.begin_run()
         if sequence.status is SequenceStatus.HELD:
             self._set_status(sequence, SequenceStatus.OPEN)
+        run = sequence.runs[0]
+        if run.override == sequence.override:
+            return
+        # The sequence stays active if its new override has room. Its place within max_active is its own.
+        self._set_status(sequence, SequenceStatus.ENDED)
+        sequence.override, sequence.score = run.override, run.first_score
+        has_room = self._has_room_in_override(run.override)
+        self._set_status(sequence, SequenceStatus.OPEN if has_room else SequenceStatus.PARKED)
 
     def _forget_record(self, sequence: SequenceRecord) -> None:
         self._set_status(sequence, SequenceStatus.ENDED)
@@ -369,35 +400,68 @@ class SequenceTable:
 
     # How many are alive.
 
-    def _has_room(self) -> bool:
+    def _has_room(self, override: str = "") -> bool:
+        """Return whether a sequence with this override may begin."""
         max_active = self.terms.max_active
-        return (
-            max_active is None or self.status_counts[_ALIVE[0]] + self.status_counts[_ALIVE[1]] < max_active
+        if max_active is not None and sum(self.status_counts[status] for status in _ALIVE) >= max_active:
+            return False
+        return self._has_room_in_override(override)
+
+    def _has_room_in_override(self, override: str) -> bool:
+        max_active = self.terms.get_max_active(override)
+        return max_active is None or self._active_by_override[override] < max_active
+
+    def count_overrides(self) -> tuple[OverrideCounts, ...]:
+        """Return the counts of the overrides that any active or parked sequence has."""
+        return tuple(
+            OverrideCounts(name, self._active_by_override[name], self._parked_by_override[name])
+            for name in sorted(self._active_by_override.keys() | self._parked_by_override.keys())
+            if name and (self._active_by_override[name] or self._parked_by_override[name])
         )
 
     def _set_status(self, sequence: SequenceRecord, status: SequenceStatus) -> None:
-        self.status_counts.subtract((sequence.status,))
-        self.status_counts[status] += 1
+        for known, change in ((sequence.status, -1), (status, 1)):
+            self.status_counts[known] += change
+            self._active_by_override[sequence.override] += change * (known in _ALIVE)
+            self._parked_by_override[sequence.override] += change * (known is SequenceStatus.PARKED)
         sequence.status = status
         if status is SequenceStatus.PARKED:
-            heapq.heappush(self._parked, (sequence.score, sequence.id.encode()))
+            heap = self._parked.setdefault(sequence.override, [])
+            heapq.heappush(heap, (sequence.score, sequence.id.encode()))
 
     def _unpark_sequences(self, now: float) -> None:
         for _ in range(MAX_UNPARKED_PER_STEP):
-            sequence = self._pop_first_parked() if self._has_room() else None
+            sequence = self._find_first_parked()
             if sequence is None:
                 return
+            heapq.heappop(self._parked[sequence.override])
             self._set_status(sequence, SequenceStatus.OPEN)
             self._advance_sequence(sequence, now)
             self._schedule_check(sequence, now)
 
-    def _pop_first_parked(self) -> SequenceRecord | None:
-        while self._parked:
-            score, name = heapq.heappop(self._parked)
+    def _find_first_parked(self) -> SequenceRecord | None:
+        """Return the parked sequence that begins next. `None` if there is none, or no room."""
+        if not self._has_room():
+            return None
+        heads = [heap[0] for override in list(self._parked) if (heap := self._drop_outdated(override))]
+        return self.records[min(heads)[1].decode()] if heads else None
+
+    def _drop_outdated(self, override: str) -> list[tuple[float, bytes]]:
+        """Return the heap of an override without outdated entries at its top. Empty if the override has no
+        room."""
+        heap = self._parked[override]
+        while heap:
+            score, name = heap[0]
             sequence = self.records.get(name.decode())
-            if sequence is not None and sequence.status is SequenceStatus.PARKED and sequence.score == score:
-                return sequence
-        return None
+            if (
+                sequence is not None
+                and sequence.status is SequenceStatus.PARKED
+                and (sequence.override, sequence.score) == (override, score)
+            ):
+                return heap if self._has_room_in_override(override) else []
+            heapq.heappop(heap)
+        del self._parked[override]
+        return heap
 
     # Time.
 
@@ -431,7 +495,8 @@ class SequenceTable:
     def _check_sequence(self, sequence: SequenceRecord, now: float) -> None:
         sequence.clamp_times(now)
         if sequence.next_request is None:
-            if sequence.waiting_count or now < sequence.last_active_at + self.terms.max_idle_s:
+            idle_at = sequence.last_active_at + self.terms.get_max_idle_s(sequence.override)
+            if sequence.waiting_count or now < idle_at:
                 self._end_if_old(sequence, now)
             elif sequence.status in _OVER:
                 self._forget_record(sequence)
@@ -512,7 +577,7 @@ class SequenceTable:
         self.counters.cancelled += 1
         for run in sequence.runs:
             self._fail_remaining(run, ErrorCode.CANCELLED, _CANCELLED)
-        sequence.runs = [SequenceRun(next(self._run_numbers), sequence.runs[0].expected_index)]
+        sequence.runs = [self._make_empty_run(sequence)]
         if sequence.next_request is not None:
             # The request in flight moves to the new empty run as its last one, so that its end ends the
             # sequence.

@@ -42,6 +42,10 @@ class SequenceRun:
     number: int
     expected_index: int
     """Index that is expected next. Lower ones were granted their turn, or are skipped."""
+    override: str = ""
+    """Override for the model that its first request names (`Turn.override`)."""
+    first_score: float = float("inf")
+    """Score of its first request."""
     waiting_count: int = 0
     waiting_items: dict[int, Slot | PassedIndex] = field(default_factory=dict)
     waiting_indexes: list[int] = field(default_factory=list)
@@ -67,6 +71,8 @@ class SequenceRecord:
     last_active_at: float
     score: float
     """Best score of the requests that wait, until the sequence may begin."""
+    override: str = ""
+    """Override of its present run, or of the last one."""
     next_request: Slot | None = None
     began_at: float | None = None
     gap_since: float | None = None
@@ -111,12 +117,13 @@ class SequenceRecord:
 
     def compute_check_at(self, terms: SequenceTerms, now: float) -> float:
         """Return when time may change something. An earlier check must change nothing."""
-        check_at = now + max(terms.max_idle_s, TURN_CHECK_INTERVAL_S)
+        max_idle_s = terms.get_max_idle_s(self.override)
+        check_at = now + max(max_idle_s, TURN_CHECK_INTERVAL_S)
         if self.next_request is not None:
             # While a request runs, time changes nothing except that its entry may disappear.
             return now + TURN_CHECK_INTERVAL_S
         if not self.waiting_count:
-            check_at = self.last_active_at + terms.max_idle_s
+            check_at = self.last_active_at + max_idle_s
         if self.gap_since is not None:  # also without a waiting request: a passed index may be the last one
             check_at = min(check_at, self.gap_since + terms.gap_s)
         if self.status is SequenceStatus.OPEN and self.began_at is not None:
@@ -144,6 +151,7 @@ class SequenceRecord:
             has_token=self.sticky_token != "",
             conversation_bytes=len(self.conversation),
             cause=self.cause,
+            override=self.override,
             waiting_requests=waiting_requests[:max_waiting],
         )
 

@@ -79,6 +79,9 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
     submitted_at: float = 0.0
     """Unix time at which the request was submitted. 0 if the member does not say. `parse` sets it; it is
     never written into a member."""
+    override: str = ""
+    """Name of the override of the settings for the model of the request (`SequenceTerms.match_override`).
+    Empty if there is none. The dispatcher sets it; it is never written into a member."""
 
     def __repr__(self) -> str:
         """Return the fields for logs, without the secret."""
@@ -187,7 +190,7 @@ class SequenceStatus(StrEnum):
     OPEN = "open"
     """The requests of the sequence are sent, one at a time."""
     PARKED = "parked"
-    """The sequence has not begun, because max_active others are active."""
+    """The sequence has not begun, because max_active others are active, or max_active others of its model."""
     HELD = "held"
     """A request has failed, and an operator must decide."""
     ABORTED = "aborted"
@@ -224,5 +227,7 @@ class SequenceSnapshot:
     conversation_bytes: int
     cause: str
     """Reason why the sequence is held, aborted or ended."""
+    override: str = ""
+    """Pattern of the entry of `sequences.models` that applies. Empty if there is none."""
     waiting_requests: Sequence[tuple[int, int]] = ()
     """Index and entry of the first waiting requests of the present run, if they were asked for."""

@@ -285,7 +285,7 @@ class VersionRouter:
                 pin_requests[choice.key] = choice
         return list(pin_requests.values())
 
-    def _choose_version(self, model: str, request: Request, begun_with: str) -> str | PinRequest:
+    def _choose_version(self, model: str, request: Request, begun_with: str = "") -> str | PinRequest:
         """Return the version, or the pin to ask the queue for. Empty if the model has no versions, or none is
         open.
 

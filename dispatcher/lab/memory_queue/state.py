@@ -205,7 +205,9 @@ class QueueState:
             dead=count[Location.DEAD],
             units=self.pool.leased_units,
             sequences=SequenceCounts.from_statuses(
-                self.sequences.status_counts, self.count_by_lane[Lane.SEQUENCED]
+                self.sequences.status_counts,
+                self.count_by_lane[Lane.SEQUENCED],
+                self.sequences.count_overrides(),
             ),
             sequence_counters=replace(self.sequences.counters),
             waiting_for_model=self.count_by_lane[Lane.WAITING_FOR_MODEL],

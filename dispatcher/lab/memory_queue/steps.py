@@ -337,6 +337,8 @@ def release(queue: QueueState, now: float, releases: Sequence[Release]) -> list[
         entry.deliveries -= release_.is_undelivered
         entry.last_attempt = release_.last_attempt or entry.last_attempt
         queue.pool.end_lease(grant)
+        if release_.new_score is not None:
+            entry.score = release_.new_score
         if release_.missing_model:
             entry.missing_model, entry.cancel_key = (
                 shorten_model_name(release_.missing_model),

@@ -1,29 +1,14 @@
 -- The order of the queue: pending, returned and the lanes merged, lowest score first, equal scores by the bytes of
 -- the member. Entries of a lane with `goes_first` go before all others of their priority, by score among themselves.
--- Uses: common
+-- Uses: common, byte_order
 
-local is_before -- compares two requests by their place in the queue
-do
-
--- Compare two strings byte by byte. The operator `<` of Lua compares by the locale of the server, and Redis does not.
-local function is_bytewise_before(a, b)
-  -- A binary search for the length of the common beginning.
-  local equal_bytes, longest = 0, math.min(#a, #b)
-  while equal_bytes < longest do
-    local half = math.floor((equal_bytes + longest + 1) / 2)
-    if string.sub(a, 1, half) == string.sub(b, 1, half) then equal_bytes = half else longest = half - 1 end
-  end
-  if equal_bytes == #a or equal_bytes == #b then return #a < #b end
-  return string.byte(a, equal_bytes + 1) < string.byte(b, equal_bytes + 1)
-end
-
-function is_before(a, b)
+-- Compare two requests by their place in the queue.
+local function is_before(a, b)
   if a.score_value ~= b.score_value then return a.score_value < b.score_value end
   if a.goes_first ~= b.goes_first then return a.goes_first end
   if a.tie_break ~= b.tie_break then return is_bytewise_before(a.tie_break, b.tie_break) end
   -- If two members have the same bytes, the one that was claimed before is first.
   return (a.id or math.huge) < (b.id or math.huge)
-end
 end
 
 -- Set what orders a request in the queue: its score and, if it is in a lane, the lane.

@@ -3,12 +3,14 @@
 -- Keys: queue, REPLY
 -- Arguments: reply_s
 -- List releases: entry_id: number, token, delay_s: number, failed_attempts: number, refusals: number,
---     undelivered: number, last_attempt, missing_model, request_id, request_token, has_progress: flag, progress
+--     undelivered: number, last_attempt, missing_model, new_score, request_id, request_token, has_progress: flag,
+--     progress
 -- `failed_attempts`, `refusals` and `undelivered` are 0 or 1. With an empty `last_attempt`, the outcome of an earlier
--- attempt stays. A request that waits for its `missing_model` has no delay, and can be cancelled there by
--- `request_id` and `request_token`. With `has_progress`, `progress` replaces what is stored.
+-- attempt stays. With an empty `new_score`, the score stays. A request that waits for its `missing_model` has no delay,
+-- and can be cancelled there by `request_id` and `request_token`. With `has_progress`, `progress` replaces what is
+-- stored.
 -- Returns {now, status per request (0: done, 1: lost)…}
--- Guarantees: the request is in exactly one place, under its old score.
+-- Guarantees: the request is in exactly one place, under the new score if there is one.
 local recorded = call('GET', REPLY)
 if recorded then return cmsgpack.unpack(recorded) end
 local now, probe = current_time(), call('HGET', CONTROL, 'probe')
@@ -46,6 +48,7 @@ for _, item in ipairs(ended) do
   state[REFUSALS] = state[REFUSALS] + item.refusals
   state[DELIVERIES] = state[DELIVERIES] - item.undelivered
   if item.last_attempt ~= '' then state[REASON] = item.last_attempt end
+  if item.new_score ~= '' then state[SCORE] = item.new_score end
   if item.missing_model ~= '' then
     waiting_models.add_entry(item.id, state, item.missing_model, item.request_id, item.request_token)
   elseif item.delay_s > 0 then

@@ -37,6 +37,7 @@ local function build_row(sequence, max_count)
     sequence.ended_count, sequence.failed_count, sequence.began_at and format_float(sequence.began_at),
     format_float(sequence.last_active_at), sequence.gap_since and format_float(sequence.gap_since),
     sequence.sticky_token ~= '' and 1 or 0, sequence.conversation_bytes, sequence.cause, waiting_rows,
+    sequence.override,
   }
 end
 
@@ -78,7 +79,7 @@ end
 local function add_unbegun()
   local unbegun = add_sequence(id)
   begin_run(unbegun)
-  unbegun.runs = {new_run(0)}
+  unbegun.runs = {new_run(0, '', 'inf')}
   return unbegun
 end
 
@@ -108,7 +109,7 @@ if not sequence or ENDED_STATUSES[sequence.status] then return false end
 count_event('cancelled')
 local next_index = sequence.runs[1][EXPECTED_INDEX]
 for _, run in ipairs(sequence.runs) do fail_remaining(run, 'CANCELLED', 'the sequence was cancelled') end
-sequence.runs = {new_run(next_index)}
+sequence.runs = {new_run(next_index, sequence.override, 'inf')}
 if sequence.next_entry then sequence.next_run, sequence.next_is_last = sequence.runs[1][RUN_NUMBER], 1
 else end_run(sequence, 'the sequence was cancelled', now) end
 update_sequence(sequence, now)

@@ -1,13 +1,13 @@
 -- Sequences: requests with one sequence id run in order, one at a time. core/sequences/rules.py has the rules and
 -- explains the words: a run of a sequence lasts from its begin to its end; a slot is the place of a request in a run;
 -- the next request is the one whose turn it is.
--- Uses: common
+-- Uses: common, byte_order
 --
 -- SEQUENCES   the record of each sequence by its id (packed, see `unpack_sequence`); under '', what all sequences share
 -- RUN_QUEUES  the queues of all runs, in the order of bytes. A waiting slot is '<run>:<index>:<entry>', 16 digits
 --             each. An index whose request ended before its turn is '<run>:<index>:-<last><failed><on error>:<cause>'.
 -- SEQUENCED   the lane in which slots wait, by score
--- PARKED      the ids of sequences that may not begin yet, by their lowest score
+-- PARKED      the sequences that may not begin yet (`parked_name`): by override, then by their lowest score
 -- CLOSED_RUNS  '<run>:<code>:<why>' by run: the remaining requests of a closed run, which are to be answered
 -- SEQUENCE_CHECKS
 --             the ids of sequences, by the time at which the sweep checks them
@@ -21,9 +21,11 @@ local ACTIVE_STATUSES, ENDED_STATUSES = {open = true, held = true}, {aborted = t
 local SHARED_FIELDS = {
   'last_run', 'active', 'max_idle_s', 'max_age_s', 'max_active', 'max_waiting', 'on_error', 'gap_s', 'refuses', 'held',
   'aborted', 'ever_held', 'ever_released', 'ever_aborted', 'ever_cancelled', 'ever_idle', 'ever_aged', 'ever_gaps',
-  'last_held', 'last_aborted'}
--- Indexes of a run:
+  'last_held', 'last_aborted', 'overrides', 'override_counts'}
+-- Indexes of a run. The last two are missing if it has no override. FIRST_SCORE is the score of its first request, as
+-- text.
 local RUN_NUMBER, EXPECTED_INDEX, NEXT_FREE_INDEX, WAITING_COUNT, PASSED_COUNT = 1, 2, 3, 4, 5
+local RUN_OVERRIDE, FIRST_SCORE = 6, 7
 local leased_entries, shared_state, sequences_by_id = {}, nil, {}
 local ready_count = 0 -- number of entries that became claimable in this script
 
@@ -32,7 +34,6 @@ local ready_count = 0 -- number of entries that became claimable in this script
 -- lane), and entries that are to wait (they are leased). Before the queue of a run is read, its names are written.
 local changed_sequences, ready_entries, waiting_entries = {}, {}, {}
 local names_to_add, names_to_remove, runs_with_changes = {}, {}, {}
-local none_parked_left = false -- true if a lookup found no parked sequence, and none was parked since
 local function run_in_batches(command, key, args)
   for at = 1, #args, 1000 do call(command, key, unpack(args, at, math.min(at + 999, #args))) end
 end
@@ -53,6 +54,7 @@ local function load_shared()
   shared_state = {
     last_run = 0, active = 0, held = 0, aborted = 0, ever_held = 0, ever_released = 0, ever_aborted = 0,
     ever_cancelled = 0, ever_idle = 0, ever_aged = 0, ever_gaps = 0, last_held = '', last_aborted = '',
+    overrides = {}, override_counts = {},
   }
   local packed = call('HGET', SEQUENCES, '')
   local values = packed and cmsgpack.unpack(packed) or {}
@@ -64,7 +66,8 @@ local function load_shared()
 end
 
 -- Store the terms of a dispatcher: .max_idle_s, .max_age_s, .max_active (-1: any number), .max_waiting, .on_error,
--- .gap_s, and .refuses (1 if requests after the end are rejected, or 0).
+-- .gap_s, .refuses (1 if requests after the end are rejected, or 0), and .overrides (a list of {name, max_idle_s,
+-- max_active}, -1 for the general idle time and for no limit).
 local function set_terms(terms)
   for name, value in pairs(terms) do shared_state[name] = value end
 end
@@ -92,6 +95,7 @@ local function unpack_sequence(id, packed)
     next_is_last = values[5], next_on_error = values[6], began_at = values[7], gap_since = values[8],
     sticky_token = values[9], ended_count = values[10], failed_count = values[11], cause = values[12],
     conversation_bytes = values[13], runs = values[14], check_at = values[15], owner = values[16],
+    override = values[17], parked_score = values[18],
   }
 end
 local function pack_sequence(sequence)
@@ -99,7 +103,7 @@ local function pack_sequence(sequence)
     sequence.status, sequence.last_active_at, sequence.next_entry, sequence.next_run, sequence.next_is_last,
     sequence.next_on_error, sequence.began_at, sequence.gap_since, sequence.sticky_token, sequence.ended_count,
     sequence.failed_count, sequence.cause, sequence.conversation_bytes, sequence.runs, sequence.check_at,
-    sequence.owner,
+    sequence.owner or false, sequence.override, sequence.parked_score,
   })
 end
 
@@ -147,7 +151,11 @@ local function next_run_number()
   load_shared().last_run = load_shared().last_run + 1
   return shared_state.last_run
 end
-local function new_run(next_index) return {next_run_number(), next_index, next_index, 0, 0} end
+local function new_run(next_index, override, first_score)
+  local run = {next_run_number(), next_index, next_index, 0, 0}
+  if override ~= '' then run[RUN_OVERRIDE], run[FIRST_SCORE] = override, first_score end
+  return run
+end
 
 local function count_slots(sequence)
   local waiting, passed = 0, 0
@@ -155,17 +163,110 @@ local function count_slots(sequence)
   return waiting, passed
 end
 
-local function has_capacity() return load_shared().max_active < 0 or shared_state.active < shared_state.max_active end
+local get_max_idle_s, has_room, has_room_in_override, set_status, park, find_first_parked, drop_parked
+do
 
-local function set_status(sequence, status)
-  load_shared().active = shared_state.active + (ACTIVE_STATUSES[status] and 1 or 0)
-    - (ACTIVE_STATUSES[sequence.status] and 1 or 0)
+-- An override is known by its pattern; '' stands for none. In the terms, `overrides` is a list of arrays with the first
+-- three indexes. In `override_counts`, each override of an active or parked sequence has the number of both.
+local OVERRIDE_NAME, OVERRIDE_MAX_IDLE_S, OVERRIDE_MAX_ACTIVE = 1, 2, 3
+local ACTIVE_COUNT, PARKED_COUNT = 1, 2
+local parked_heads = {} -- the first parked sequence of each override (`read_parked_head`)
+
+local function get_override(name)
+  if name == '' then return nil end
+  for _, override in ipairs(load_shared().overrides) do
+    if override[OVERRIDE_NAME] == name then return override end
+  end
+end
+
+function get_max_idle_s(sequence)
+  local override = get_override(sequence.override)
+  return override and override[OVERRIDE_MAX_IDLE_S] >= 0 and override[OVERRIDE_MAX_IDLE_S] or load_shared().max_idle_s
+end
+
+local function count_override(name, at, change)
+  if name == '' or change == 0 then return end
+  local all_counts = load_shared().override_counts
+  local counts = all_counts[name] or {0, 0}
+  counts[at] = math.max(0, counts[at] + change)
+  all_counts[name] = (counts[ACTIVE_COUNT] > 0 or counts[PARKED_COUNT] > 0) and counts or nil
+end
+
+local function has_general_room()
+  return load_shared().max_active < 0 or shared_state.active < shared_state.max_active
+end
+function has_room_in_override(name)
+  local override, counts = get_override(name), load_shared().override_counts[name]
+  return not override or override[OVERRIDE_MAX_ACTIVE] < 0
+    or (counts and counts[ACTIVE_COUNT] or 0) < override[OVERRIDE_MAX_ACTIVE]
+end
+-- Return whether a sequence with this override may begin.
+function has_room(override) return has_general_room() and has_room_in_override(override) end
+
+-- Return the name of a parked sequence in PARKED. All names are one set, because keys must be declared. Those of an
+-- override follow each other, so that its first sequence is found whatever the number of others.
+local function parked_name(sequence)
+  return sequence.override .. '\0' .. sortable_score(sequence.parked_score) .. sequence.id
+end
+
+-- Return the place of the first parked sequence of an override: score and id. False if there is none.
+local function read_parked_head(override)
+  if parked_heads[override] == nil then
+    local name = call('ZRANGE', PARKED, '[' .. override .. '\0', '(' .. override .. '\1', 'BYLEX', 'LIMIT', 0, 1)[1]
+    parked_heads[override] = name and string.sub(name, #override + 2) or false
+  end
+  return parked_heads[override]
+end
+
+function set_status(sequence, status)
+  local active_change = (ACTIVE_STATUSES[status] and 1 or 0) - (ACTIVE_STATUSES[sequence.status] and 1 or 0)
+  load_shared().active = shared_state.active + active_change
+  count_override(sequence.override, ACTIVE_COUNT, active_change)
   for _, counted in ipairs({'held', 'aborted'}) do
     shared_state[counted] = shared_state[counted] + (status == counted and 1 or 0)
       - (sequence.status == counted and 1 or 0)
   end
-  if sequence.status == 'parked' and status ~= 'parked' then call('ZREM', PARKED, sequence.id) end
+  if sequence.status == 'parked' and status ~= 'parked' then
+    call('ZREM', PARKED, parked_name(sequence))
+    count_override(sequence.override, PARKED_COUNT, -1)
+    parked_heads[sequence.override], sequence.parked_score = nil, ''
+  end
   sequence.status = status
+end
+
+-- Park a sequence that is not active, or move a parked one forward if this score is better than its own.
+function park(sequence, score)
+  if sequence.status == 'parked' then
+    if parse_score(score) >= parse_score(sequence.parked_score) then return end
+    call('ZREM', PARKED, parked_name(sequence))
+  else
+    set_status(sequence, 'parked')
+    count_override(sequence.override, PARKED_COUNT, 1)
+  end
+  sequence.parked_score = score
+  call('ZADD', PARKED, 0, parked_name(sequence))
+  parked_heads[sequence.override] = nil
+end
+
+-- Return the override and the place of the parked sequence that begins next: the first one, of those whose override has
+-- room. Return nil if there is none.
+function find_first_parked()
+  if not has_general_room() then return nil end
+  local best, best_place = '', read_parked_head('')
+  for name, counts in pairs(shared_state.override_counts) do
+    local place = counts[PARKED_COUNT] > 0 and has_room_in_override(name) and read_parked_head(name)
+    if place and (not best_place or is_bytewise_before(place, best_place)) then best, best_place = name, place end
+  end
+  if best_place then return best, best_place end
+end
+
+-- Remove a parked sequence whose record was deleted by somebody else.
+function drop_parked(override, place)
+  call('ZREM', PARKED, override .. '\0' .. place)
+  count_override(override, PARKED_COUNT, -1)
+  parked_heads[override] = nil
+end
+
 end
 
 -- Return a page of the queue of a run, in order.
@@ -219,6 +320,14 @@ local function begin_next_run(sequence)
   table.remove(sequence.runs, 1)
   begin_run(sequence)
   if sequence.status == 'held' then set_status(sequence, 'open') end
+  local run = sequence.runs[1]
+  local override = run[RUN_OVERRIDE] or ''
+  if override == sequence.override then return end
+  -- The sequence stays active if its new override has room. Its place within max_active is its own.
+  set_status(sequence, 'ended')
+  sequence.override = override
+  if has_room_in_override(sequence.override) then set_status(sequence, 'open')
+  else park(sequence, run[FIRST_SCORE]) end
 end
 
 local function delete_sequence(sequence)
@@ -251,7 +360,7 @@ local function close_run(sequence, status, code, why, now)
     begin_next_run(sequence)
     return
   end
-  sequence.runs = {new_run(sequence.runs[1][EXPECTED_INDEX])}
+  sequence.runs = {new_run(sequence.runs[1][EXPECTED_INDEX], sequence.override, 'inf')}
   set_status(sequence, status)
   sequence.sticky_token, sequence.cause, sequence.last_active_at = '', why, now
   save_conversation(sequence, '')
@@ -355,18 +464,15 @@ local function mark_changed(sequence) changed_sequences[#changed_sequences + 1] 
 
 local function unpark_sequences(now)
   for _ = 1, MAX_UNPARKED_PER_STEP do
-    local id = has_capacity() and not none_parked_left and call('ZRANGE', PARKED, 0, 0)[1]
-    if not id then
-      none_parked_left = none_parked_left or id == nil
-      return
-    end
-    local sequence = load_sequence(id)
+    local override, place = find_first_parked()
+    if not override then return end
+    local sequence = load_sequence(string.sub(place, 17)) -- behind the score
     if sequence and sequence.status == 'parked' then
       set_status(sequence, 'open')
       advance_sequence(sequence, now)
       mark_changed(sequence)
     else
-      call('ZREM', PARKED, id)
+      drop_parked(override, place)
     end
   end
 end
@@ -408,8 +514,9 @@ do
 local function compute_check_at(sequence, now)
   if sequence.next_entry then return now + CHECK_INTERVAL_S end
   local terms = load_shared()
-  local due = now + math.max(terms.max_idle_s, CHECK_INTERVAL_S)
-  if count_slots(sequence) == 0 then due = sequence.last_active_at + terms.max_idle_s end
+  local max_idle_s = get_max_idle_s(sequence)
+  local due = now + math.max(max_idle_s, CHECK_INTERVAL_S)
+  if count_slots(sequence) == 0 then due = sequence.last_active_at + max_idle_s end
   if sequence.gap_since then due = math.min(due, sequence.gap_since + terms.gap_s) end
   if sequence.status == 'open' and sequence.began_at then due = math.min(due, sequence.began_at + terms.max_age_s) end
   return due
@@ -444,7 +551,7 @@ local function sequence_full(max_count)
 end
 
 -- Return the code and the message with which a turn is rejected, or nil. A turn has .id, .index (nil: after all
--- others), .last (0 or 1), .reset, .owner and .submitted_at (0: unknown).
+-- others), .last (0 or 1), .reset, .owner, .submitted_at (0: unknown) and .override.
 local function find_rejection(sequence, turn, now)
   local terms = load_shared()
   local max_count = terms.max_waiting
@@ -461,7 +568,7 @@ local function find_rejection(sequence, turn, now)
     return sequence.status == 'aborted' and 'SEQUENCE_ABORTED' or 'SEQUENCE_ENDED', sequence.cause
   end
   if not sequence or ENDED_STATUSES[sequence.status] then
-    local can_go = has_capacity() and (turn.reset or (turn.index or 0) == 0)
+    local can_go = has_room(turn.override) and (turn.reset or (turn.index or 0) == 0)
     if can_go or max_count > 0 then return nil end
     return sequence_full(max_count)
   end
@@ -493,7 +600,7 @@ end
 local function add_sequence(id)
   local sequence = {
     id = id, status = 'ended', next_entry = false, next_run = 0, next_is_last = 0, next_on_error = '', gap_since = false,
-    conversation_bytes = 0,
+    conversation_bytes = 0, override = '', parked_score = '',
   }
   sequences_by_id[id] = sequence
   return sequence
@@ -506,16 +613,14 @@ local function join_run(sequence, turn, score, now)
   sequence.owner = sequence.owner or turn.owner
   if fresh then
     begin_run(sequence)
-    sequence.runs = {}
-    set_status(sequence, has_capacity() and 'open' or 'parked')
+    sequence.runs, sequence.override = {}, turn.override
+    if has_room(turn.override) then set_status(sequence, 'open') else park(sequence, score) end
   end
-  if fresh or turn.reset then sequence.runs[#sequence.runs + 1] = new_run(turn.reset and turn.index or 0) end
+  if fresh or turn.reset then
+    sequence.runs[#sequence.runs + 1] = new_run(turn.reset and turn.index or 0, turn.override, score)
+  end
   sequence.last_active_at = now
-  -- A score is text and Redis compares it: LT keeps the lower one.
-  if sequence.status == 'parked' then
-    call('ZADD', PARKED, 'LT', score, sequence.id)
-    none_parked_left = false
-  end
+  if sequence.status == 'parked' then park(sequence, score) end
   return sequence, turn.index or sequence.runs[#sequence.runs][NEXT_FREE_INDEX]
 end
 
@@ -526,10 +631,10 @@ local function pass_index(turn_end, now)
   local failed, sequence = turn_end.failed, load_sequence(turn_end.id)
   local on_error = turn_end.on_error ~= '' and turn_end.on_error or shared_state.on_error
   if not turn_end.index and (failed == 0 or on_error == 'continue') then return end
-  if (not sequence or ENDED_STATUSES[sequence.status]) and not has_capacity() then return end
+  if (not sequence or ENDED_STATUSES[sequence.status]) and not has_room(turn_end.override) then return end
   if find_rejection(sequence, turn_end, now) then return end
   local index
-  sequence, index = join_run(sequence, turn_end, '+inf', now)
+  sequence, index = join_run(sequence, turn_end, 'inf', now)
   add_passed_index(sequence.runs[#sequence.runs], index, turn_end.last, failed, on_error, turn_end.cause)
   update_sequence(sequence, now)
 end
@@ -548,7 +653,9 @@ local function end_turn(id, state, turn_end, conversation, now)
   local sequence, number, index = load_sequence(turn[SLOT_SEQUENCE]), turn[SLOT_RUN], turn[SLOT_INDEX]
   if sequence and sequence.next_entry == id then
     sequence.next_entry, sequence.last_active_at = false, now
-    if sequence.status == 'open' and sequence.next_run == sequence.runs[1][RUN_NUMBER] then
+    -- A parked sequence has a request of its present run in flight if it was parked by a reset, then cancelled.
+    if (sequence.status == 'open' or sequence.status == 'parked')
+      and sequence.next_run == sequence.runs[1][RUN_NUMBER] then
       if turn_end and turn_end.sticky_token then sequence.sticky_token = turn_end.sticky_token end
       if turn_end and turn_end.has_conversation then save_conversation(sequence, conversation) end
       sequence.ended_count, sequence.failed_count = sequence.ended_count + 1, sequence.failed_count + failed

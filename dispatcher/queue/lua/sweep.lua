@@ -181,7 +181,7 @@ local function check_sequence(sequence, now)
   sequence.began_at, sequence.gap_since =
     sequence.began_at and math.min(sequence.began_at, now), sequence.gap_since and math.min(sequence.gap_since, now)
   if not sequence.next_entry then
-    if count_slots(sequence) > 0 or now < sequence.last_active_at + load_shared().max_idle_s then
+    if count_slots(sequence) > 0 or now < sequence.last_active_at + get_max_idle_s(sequence) then
       end_run_if_old(sequence, now)
     elseif ENDED_STATUSES[sequence.status] then
       delete_sequence(sequence)

@@ -1,6 +1,6 @@
 -- Requests whose model is not served. They wait in a lane of their own (core/requests/lanes.py), at no cost to other
 -- requests.
--- Uses: common, cancel_markers
+-- Uses: common, byte_order, cancel_markers
 --
 -- WAITING_FOR_MODEL         the lane, by score, like every lane
 -- WAITING_FOR_MODEL_ORDER   the same entries by model, in the order of bytes: '<length of the name, 3 digits><model>:
@@ -16,20 +16,6 @@ do
 
   -- Check the types of the keys. A script that may write here calls this before its first write.
   function waiting_models.check_types() check_types(WAITING_FOR_MODEL_START + 1, PROGRESS_START) end
-
-  -- Return a score as text that sorts as the number does. It consists of digits and a to f, which every locale sorts
-  -- alike.
-  local function sortable_score(score)
-    -- Big-endian doubles sort like their bytes if the sign bit of positive numbers is set and all bits of negative
-    -- numbers are inverted. Adding 0 turns a negative zero into zero.
-    local bytes, hex = struct.pack('>d', parse_score(score) + 0), {}
-    local negative = string.byte(bytes) >= 128
-    for at = 1, 8 do
-      local byte = string.byte(bytes, at)
-      hex[at] = string.format('%02x', negative and 255 - byte or at == 1 and byte + 128 or byte)
-    end
-    return table.concat(hex)
-  end
 
   function waiting_models.name_prefix(model) return string.format('%03d', #model) .. model end
   local function order_name(id, state)

@@ -17,6 +17,7 @@ from dispatcher.core.requests.found_request import LOCATION_BY_LANE, FoundReques
 from dispatcher.core.requests.lanes import Lane, choose_lane, count_losses
 from dispatcher.core.requests.result import ErrorCode
 from dispatcher.core.sequences.decisions import (
+    OverrideCounts,
     SequenceCounters,
     SequenceCounts,
     SequencePage,
@@ -46,6 +47,8 @@ from dispatcher.queue.redis.scripts import Reply
 _GRANTED, _REJECTED = 1, 2
 _COUNTERS = slice(11, 20)
 """Position of the sequence counters in what all sequences share (SHARED_FIELDS in sequences.lua)."""
+_OVERRIDE_COUNTS = 21
+"""Position of the counts of overrides there."""
 
 LOCATIONS = {
     "P": RequestLocation.PENDING,
@@ -249,9 +252,19 @@ def decode_counts(backend: Backend, reply: Reply) -> QueueCounts:
     backend.observe_clock(reply, now)
     values = msgspec.msgpack.decode(shared) if shared else []
     active, held, aborted = (int(values[at]) for at in (1, 9, 10)) if values else (0, 0, 0)
-    counts = SequenceCounts(active, parked, held, aborted, waiting)
+    counts = SequenceCounts(active, parked, held, aborted, waiting, _decode_override_counts(values))
     counters = SequenceCounters(*values[_COUNTERS])
     return QueueCounts(pending, leased, delayed, dead, units, counts, counters, awaiting_model, started)
+
+
+def _decode_override_counts(shared: Sequence[Any]) -> tuple[OverrideCounts, ...]:
+    """Return the counts of overrides from what all sequences share."""
+    by_name = shared[_OVERRIDE_COUNTS] if len(shared) > _OVERRIDE_COUNTS else None
+    if not by_name:  # an empty table of Lua is an empty array here
+        return ()
+    return tuple(
+        OverrideCounts(name, int(active), int(parked)) for name, (active, parked) in sorted(by_name.items())
+    )
 
 
 def decode_queue_snapshot(backend: Backend, reply: Reply) -> QueueSnapshot:
@@ -441,6 +454,7 @@ def _decode_sequence(
     conversation_bytes: int,
     cause: bytes,
     waiting_rows: Sequence[int],
+    override: bytes,
 ) -> SequenceSnapshot:
     return SequenceSnapshot(
         id=name.decode(errors="replace"),
@@ -457,6 +471,7 @@ def _decode_sequence(
         has_token=bool(has_token),
         conversation_bytes=conversation_bytes,
         cause=cause.decode(errors="replace"),
+        override=override.decode(errors="replace"),
         waiting_requests=list(zip(waiting_rows[::2], waiting_rows[1::2], strict=True)),
     )
 

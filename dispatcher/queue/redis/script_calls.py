@@ -172,6 +172,7 @@ class _ReleaseRow(Row):
     undelivered: int
     last_attempt: str
     missing_model: str
+    new_score: str
     request_id: bytes
     request_token: bytes
     has_progress: bool
@@ -193,6 +194,7 @@ async def release(backend: Backend, releases: Sequence[Release]) -> list[SettleS
                 undelivered=int(each.is_undelivered),
                 last_attempt=each.last_attempt,
                 missing_model=missing_model,
+                new_score="" if each.new_score is None else f"{each.new_score:.17g}",
                 request_id=request_id,
                 request_token=request_token,
                 has_progress=progress is not None,

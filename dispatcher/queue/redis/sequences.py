@@ -37,6 +37,7 @@ class TurnEndArguments(msgspec.Struct):
     has_conversation: bool
     owner: str
     submitted_at: float
+    override: str
 
 
 def describe_turn_end(backend: Backend, end: TurnEnd) -> TurnEndArguments:
@@ -53,6 +54,7 @@ def describe_turn_end(backend: Backend, end: TurnEnd) -> TurnEndArguments:
         has_conversation=end.conversation is not None,
         owner=backend.names.get_sequence_owner(turn),
         submitted_at=turn.submitted_at,
+        override=turn.override,
     )
 
 
@@ -78,6 +80,7 @@ class _LeasedTurn(msgspec.Struct):
     on_error: str
     owner: str
     submitted_at: float
+    override: str
 
 
 async def claim_turns(
@@ -98,6 +101,7 @@ async def claim_turns(
             on_error=(turn.on_error or terms.on_error).value,
             owner=backend.names.get_sequence_owner(turn),
             submitted_at=turn.submitted_at,
+            override=turn.override,
         )
         for lease, turn in turns
     ]
@@ -117,6 +121,14 @@ def _describe_terms(terms: SequenceTerms) -> dict[str, Any]:
         "on_error": terms.on_error.value,
         "gap_s": terms.gap_s,
         "refuses": int(terms.refuse_after_end),
+        "overrides": [
+            [
+                each.match,
+                -1.0 if each.max_idle_s is None else each.max_idle_s,
+                -1 if each.max_active is None else each.max_active,
+            ]
+            for each in terms.overrides
+        ],
     }
 
 

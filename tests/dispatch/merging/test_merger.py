@@ -19,6 +19,7 @@ from dispatcher.core.merging.grouping import BatchRule, GroupingRule, MergeMode
 from dispatcher.core.merging.shapes import SHAPES
 from dispatcher.core.requests.request import encode_member
 from dispatcher.core.requests.result import ErrorCode, PoppedResult, decode_result
+from dispatcher.core.requests.score import compute_score
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.dispatch.in_flight import InFlightLease
 from dispatcher.dispatch.merging.merger import RequestMerger
@@ -55,13 +56,22 @@ class MergingScene:
         self.results: dict[str, PoppedResult] = {}
         self.events: list[tuple[Event, Mapping[str, Any]]] = []
 
-    async def submit(self, texts: Mapping[str, Any], *, deadline: int = FAR_DEADLINE, **fields: Any) -> None:
-        """Submit a request for the embedding of each text, or list of texts, under its id."""
+    async def submit(
+        self,
+        texts: Mapping[str, Any],
+        *,
+        deadline: int = FAR_DEADLINE,
+        priorities: Mapping[str, int] = {},
+        **fields: Any,
+    ) -> None:
+        """Submit a request for the embedding of each text, or list of texts, under its id. Without a
+        priority, it has the best one."""
         submissions = []
         for name, text in texts.items():
             payload = msgspec.json.encode({"model": "m", "input": text})
             member = encode_member(name, payload, deadline, endpoint=PATH, token=f"t-{name}", **fields)
-            submissions.append(Submission(member, float(deadline), name, f"t-{name}", deadline))
+            score = compute_score(deadline, priorities.get(name))
+            submissions.append(Submission(member, score, name, f"t-{name}", deadline))
         await self.store.submit(submissions)
 
     async def wait_for_results(self, count: int, within_s: float = 600.0) -> None:
@@ -346,6 +356,21 @@ def test_calls_are_as_large_as_a_small_limit_allows() -> None:
     )
     assert {len(call) for call in scene.server.calls} == {4}
     assert_own_answers(scene, texts)
+
+
+def test_requests_of_a_rule_with_better_priority_are_in_earlier_calls() -> None:
+    texts = build_texts(12)
+    priorities = {name: number % 3 for number, name in enumerate(texts)}
+    rule = replace(RULE, grouping=replace(RULE.grouping, max_size=4))
+
+    async def check(scene: MergingScene) -> None:
+        await pass_parity_checks(scene)
+        await scene.submit(texts, priorities=priorities)
+        await scene.wait_for_results(12)
+
+    scene = run_in_scene(check, EmbeddingGateway(), rule=rule, limit=4)
+    priority_by_text = {texts[name]: priority for name, priority in priorities.items()}
+    assert [{priority_by_text[text] for text in call} for call in scene.server.calls] == [{0}, {1}, {2}]
 
 
 def test_units_of_lists_are_their_items() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -13,13 +14,17 @@ import pytest
 from dispatcher.core.gateway.outcome import Evicted, Failed, FailureKind, Outcome, RetryPolicy
 from dispatcher.core.limit.budget import Reading, Signal
 from dispatcher.core.limit.poll import Poll
+from dispatcher.core.models.availability import ModelTerms, WhenNotServed
+from dispatcher.core.models.version_template import VersionTemplate
+from dispatcher.core.models.versions import FamilyTerms
 from dispatcher.core.requests.request import encode_member
 from dispatcher.core.requests.result import PoppedResult, decode_result
 from dispatcher.core.slices.eligibility import SliceTerms, WholeReason
 from dispatcher.dispatch import Options
-from dispatcher.dispatch.options import SliceOptions
+from dispatcher.dispatch.options import FamilyOptions, SliceOptions, VersionOptions
 from dispatcher.lab.standin.generation_api import GenerationConfig
 from dispatcher.ports import Submission
+from tests.dispatch.model_scene import update_listings
 from tests.dispatch.scene import Scene, run_in_scene
 from tests.dispatch.slices.generation_gateway import GenerationGateway, generate_whole
 
@@ -37,9 +42,8 @@ def build_payload(path: str, number: int = 1, max_tokens: int = 100, **fields: A
         if path == CHAT
         else {"prompt": f"text {number}:"}
     )
-    return msgspec.json.encode(
-        {"model": "m", "max_tokens": max_tokens, "temperature": 0, **content, **fields}
-    )
+    model = {"model": "m", "max_tokens": max_tokens, "temperature": 0}
+    return msgspec.json.encode({**model, **content, **fields})
 
 
 async def submit(
@@ -265,6 +269,29 @@ def test_request_declines_slices() -> None:
     assert result.slices is None
     assert [call.max_tokens for call in gateway.calls] == [100]
     assert scene.dispatcher.slicer.whole_counts == {WholeReason.DECLINED: 1}
+
+
+@pytest.mark.parametrize(("listing", "version"), [("qwen-v1 qwen-v2", "qwen-v1"), ("qwen-v2", "qwen-v2")])
+def test_generation_stays_on_its_version_or_begins_again(listing: str, version: str) -> None:
+    gateway = GenerationGateway(GenerationConfig(end_probability=0.0), token_s=0.01)
+    family = FamilyTerms("qwen", VersionTemplate("qwen-v"))
+    options = replace(
+        build_options(),
+        model_terms=ModelTerms({"qwen": WhenNotServed.WAIT}),
+        versions=VersionOptions((FamilyOptions(family),)),
+    )
+
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="qwen-v1")
+        await submit(scene, COMPLETION, build_payload(COMPLETION, model="qwen"))
+        await wait_for_calls(gateway, 20, 2)
+        update_listings(scene, a=listing)
+        result = (await wait_for_results(scene, 1))["r-1"]
+        payload = build_payload(COMPLETION, model=version)
+        assert summarize(result.payload) == summarize(generate_whole(COMPLETION, payload, gateway.config))
+        assert result.model_version == version
+
+    run_in_scene(check, gateway, options)
 
 
 def test_generations_that_began_in_slices_are_completed_when_slicing_is_turned_off() -> None:
