@@ -195,9 +195,9 @@ def test_slices_of_each_model_are_shown_in_one_line() -> None:
         *(SlicedModelStatus(chat, f"m-{n}", "text") for n in range(20)),
     ]
     lines = render.format_details(Status(slicing=SlicingStatus(sliced_models=models)))
+    cached = "93% of the prompts from the prefix cache"
     assert [line for line in lines if line.startswith("Slices")][:4] == [
-        "Slices of qwen at /v1/completions: continued by token ids, 128 tokens each, "
-        "93% of the prompts from the prefix cache.",
+        f"Slices of qwen at /v1/completions: continued by token ids, 128 tokens each, {cached}.",
         f"Slices of qwen at {chat}: continued by text.",
         f"Slices of phi at {chat}: none, unequal: the same generation had another text.",
         f"Slices of no model at {chat}: none, unchecked.",
