@@ -127,7 +127,9 @@ class Slicer:
         template_options = generation.fields.get("chat_template_kwargs")
         key = path, request.version or generation.model, bytes(template_options or b"")
         support = self.support.get_support(key)
-        is_checked = self._options.skips_check or progress is not None or support.reason is None
+        # A model whose slices were equal is checked again from time to time, by the first request then.
+        is_known = support.reason is None and not self._is_check_due(key)
+        is_checked = self._options.skips_check or progress is not None or is_known
         if not is_checked and not self._is_check_due(key):
             self.whole_counts[support.reason or WholeReason.UNCHECKED] += 1
             return
@@ -187,20 +189,23 @@ class Slicer:
         else:
             slice_tokens = self._options.terms.slice_tokens
         planned.asked_tokens = compute_slice_tokens(generation, progress, slice_tokens)
-        wants_token_ids = (
-            support.continuation is Continuation.TOKEN_IDS if progress is None else bool(progress.token_ids)
-        )
         body = build_slice_body(
             generation,
             progress,
             planned.asked_tokens,
-            wants_token_ids=wants_token_ids,
+            wants_token_ids=self._uses_token_ids(planned),
             is_streamed=self._options.is_streamed,
         )
         planned.received = [] if self._options.is_streamed else None
         failed_attempts = attempt.leases[0].lease.failed_attempts
         session = self._build_session(request, progress, failed_attempts)
         return replace_body(request, body, session, planned.received)
+
+    def _uses_token_ids(self, planned: _Slice) -> bool:
+        # Progress says it for itself: another process may have checked the model.
+        if planned.progress is not None:
+            return bool(planned.progress.token_ids)
+        return self.support.get_support(planned.key).continuation is Continuation.TOKEN_IDS
 
     def _send_whole(self, attempt: Attempt) -> Request:
         del self._slices[attempt.token]
@@ -336,8 +341,7 @@ class Slicer:
         planned = self._slices.get(token)
         if planned is None or not planned.received or not planned.asked_tokens:
             return None
-        has_token_ids = self.support.get_support(planned.key).continuation is Continuation.TOKEN_IDS
-        if planned.generation.stop and has_token_ids:
+        if planned.generation.stop and self._uses_token_ids(planned):
             # Servers hold back text that may begin a stop string, but not its tokens.
             return None
         joined = join_events(b"".join(planned.received))

@@ -10,20 +10,22 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace as replace_config
 
-from dispatcher.core.gateway.outcome import Evicted, Failed, FailureKind, Outcome, RetryPolicy
+from dispatcher.core.gateway.outcome import Delivered, Evicted, Failed, FailureKind, Outcome, RetryPolicy
 from dispatcher.core.limit.budget import Reading, Signal
 from dispatcher.core.limit.poll import Poll
 from dispatcher.core.models.availability import ModelTerms, WhenNotServed
 from dispatcher.core.models.version_template import VersionTemplate
 from dispatcher.core.models.versions import FamilyTerms
-from dispatcher.core.requests.request import encode_member
+from dispatcher.core.requests.request import Request, encode_member
 from dispatcher.core.requests.result import PoppedResult, decode_result
 from dispatcher.core.slices.eligibility import SliceTerms, WholeReason
+from dispatcher.core.slices.support import EQUAL_S, SupportTable
 from dispatcher.dispatch import Options
 from dispatcher.dispatch.options import FamilyOptions, SliceOptions, VersionOptions
 from dispatcher.lab.standin.generation_api import GenerationConfig
-from dispatcher.ports import Submission
+from dispatcher.ports import AttemptResult, Submission
 from tests.dispatch.model_scene import update_listings
 from tests.dispatch.scene import Scene, run_in_scene
 from tests.dispatch.slices.generation_gateway import GenerationGateway, generate_whole
@@ -76,6 +78,20 @@ async def wait_for_calls(gateway: GenerationGateway, max_tokens: int, count: int
             return
         await asyncio.sleep(0.001)
     raise AssertionError("the calls have not come")
+
+
+class RepeatingGateway(GenerationGateway):
+    """Servers whose answers to a continued message begin with all of the message so far."""
+
+    async def forward(self, request: Request, **options: Any) -> AttemptResult:
+        result = await super().forward(request, **options)
+        asked = msgspec.json.decode(request.payload)
+        if not asked.get("continue_final_message") or not isinstance(result.outcome, Delivered):
+            return result
+        answer = msgspec.json.decode(result.outcome.body)
+        message = answer["choices"][0]["message"]
+        message["content"] = asked["messages"][-1]["content"] + message["content"]
+        return result.copy_with(outcome=Delivered(200, msgspec.json.encode(answer)))
 
 
 def summarize(body: str | bytes) -> tuple[Any, ...]:
@@ -134,6 +150,39 @@ def test_model_is_checked_once_before_its_first_slice() -> None:
         await submit(scene, COMPLETION, build_payload(COMPLETION, 2), "r-2")
         await wait_for_results(scene, 1)
         assert [call.max_tokens for call in gateway.calls[calls:]] == [20] * 5
+
+    run_in_scene(check, gateway, build_options())
+
+
+def test_equal_model_is_checked_again_after_some_time() -> None:
+    gateway = GenerationGateway(GenerationConfig(end_probability=0.0))
+
+    async def check(scene: Scene) -> None:
+        await submit(scene, CHAT, build_payload(CHAT))
+        await wait_for_results(scene, 1)
+        (support,) = (support for _, support in scene.dispatcher.slicer.support)
+        support.check_at -= EQUAL_S
+        gateway.config = replace_config(gateway.config, ignores_continue=True)
+        await submit(scene, CHAT, build_payload(CHAT, 2), "r-2")
+        result = (await wait_for_results(scene, 1))["r-2"]
+        assert result.slices is None, "the server was replaced by one that cannot continue a message"
+        assert support.reason is WholeReason.UNEQUAL
+
+    run_in_scene(check, gateway, build_options())
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+def test_process_that_has_not_checked_a_model_continues_generations_of_another(path: str) -> None:
+    gateway = RepeatingGateway(GenerationConfig(end_probability=0.0))
+    payload = build_payload(path)
+
+    async def check(scene: Scene) -> None:
+        await submit(scene, path, payload)
+        await wait_for_calls(gateway, 20, 2)
+        scene.dispatcher.slicer.support = SupportTable()  # as in a process that has just started
+        result = (await wait_for_results(scene, 1))["r-1"]
+        assert summarize(result.payload) == summarize(generate_whole(path, payload, gateway.config))
+        assert result.slices is not None
 
     run_in_scene(check, gateway, build_options())
 
