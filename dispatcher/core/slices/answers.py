@@ -90,6 +90,7 @@ class _Kept:
     max_bytes: int
     version: str
     session_token: str
+    repeats_text: bool
 
 
 class _NotContinuable(Exception):  # noqa: N818 - never leaves this module
@@ -120,8 +121,9 @@ def interpret_answer(
     """Return what the answer to a slice means. `progress` is that of the slices before, `asked_tokens` the
     `max_tokens` of this one.
 
-    `version` and `session_token` are kept for the next slice. `repeats_text` says that the server repeats the
-    beginning of a message that it continues. `is_cut` says that the answer broke off, and has fewer tokens
+    `version`, `session_token` and `repeats_text` are kept for the next slice. `repeats_text` says that the
+    server repeats the beginning of a message that it continues. Progress that has begun knows that by itself:
+    another process may have checked the model. `is_cut` says that the answer broke off, and has fewer tokens
     than it would have had.
     """
     if progress is not None and progress.stage is Stage.RESTART:
@@ -130,9 +132,11 @@ def interpret_answer(
         return _interpret_error(progress, status)
     try:
         piece = _read_piece(body, is_chat=generation.is_chat)
+        if progress is not None:
+            repeats_text = progress.repeats_text
         if repeats_text and progress is not None:
             piece = _remove_repetition(piece, progress.text)
-        kept = _Kept(max_kept_bytes, version, session_token)
+        kept = _Kept(max_kept_bytes, version, session_token, repeats_text)
         joined = _join_piece(generation, progress, piece, 0 if is_cut else asked_tokens, kept)
         return _add_uncounted_tokens(joined, progress, piece) if is_cut else joined
     except _NotContinuable as error:
@@ -239,6 +243,7 @@ def _join_piece(
         cached_tokens=cached_tokens,
         version=kept.version,
         session_token=kept.session_token or before.session_token,
+        repeats_text=kept.repeats_text,
     )
     cut_at = _find_stop(generation.stop, text, len(before.text))
     if cut_at is not None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dispatcher.core.gateway.outcome import Delivered
+from dispatcher.core.requests.request import SLICING_ATTRIBUTE, SLICING_OFF
 from dispatcher.core.sequences.turns import Session
 from dispatcher.core.slices.answers import Continues, Finished, SliceResult, Usage, interpret_answer
 from dispatcher.core.slices.bodies import build_slice_body, compute_slice_tokens, replace_body
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 
 MAX_ATTEMPTS_AT_SERVER = 2
 """Number of failed attempts after which the next slice may go to any server."""
-DECLINED = "off"
-"""Value of the metadata attribute `slicing` by which a request is sent whole."""
 
 
 @dataclass(slots=True, eq=False)
@@ -129,7 +128,9 @@ class Slicer:
         template_options = generation.fields.get("chat_template_kwargs")
         key = path, request.version or generation.model, bytes(template_options or b"")
         support = self.support.get_support(key)
-        is_checked = self._options.skips_check or progress is not None or support.reason is None
+        # A model whose slices were equal is checked again from time to time, by the first request then.
+        is_known = support.reason is None and not self._is_check_due(key)
+        is_checked = self._options.skips_check or progress is not None or is_known
         if not is_checked and not self._is_check_due(key):
             self.whole_counts[support.reason or WholeReason.UNCHECKED] += 1
             return
@@ -139,7 +140,7 @@ class Slicer:
         self._slices[claimed.entry.lease.token] = _Slice(generation, key, progress, is_checked)
 
     def _find_reason_before_parsing(self, request: Request) -> WholeReason | None:
-        if request.metadata.get("slicing") == DECLINED:
+        if request.metadata.get(SLICING_ATTRIBUTE) == SLICING_OFF:
             return WholeReason.DECLINED
         if self._is_merged(request):
             return WholeReason.MERGED
@@ -189,20 +190,23 @@ class Slicer:
         else:
             slice_tokens = self._options.terms.slice_tokens
         planned.asked_tokens = compute_slice_tokens(generation, progress, slice_tokens)
-        wants_token_ids = (
-            support.continuation is Continuation.TOKEN_IDS if progress is None else bool(progress.token_ids)
-        )
         body = build_slice_body(
             generation,
             progress,
             planned.asked_tokens,
-            wants_token_ids=wants_token_ids,
+            wants_token_ids=self._uses_token_ids(planned),
             is_streamed=self._options.is_streamed,
         )
         planned.received = [] if self._options.is_streamed else None
         failed_attempts = attempt.leases[0].lease.failed_attempts
         session = self._build_session(request, progress, failed_attempts)
         return replace_body(request, body, session, planned.received)
+
+    def _uses_token_ids(self, planned: _Slice) -> bool:
+        # Progress says it for itself: another process may have checked the model.
+        if planned.progress is not None:
+            return bool(planned.progress.token_ids)
+        return self.support.get_support(planned.key).continuation is Continuation.TOKEN_IDS
 
     def _send_whole(self, attempt: Attempt) -> Request:
         del self._slices[attempt.token]
@@ -338,8 +342,7 @@ class Slicer:
         planned = self._slices.get(token)
         if planned is None or not planned.received or not planned.asked_tokens:
             return None
-        has_token_ids = self.support.get_support(planned.key).continuation is Continuation.TOKEN_IDS
-        if planned.generation.stop and has_token_ids:
+        if planned.generation.stop and self._uses_token_ids(planned):
             # Servers hold back text that may begin a stop string, but not its tokens.
             return None
         joined = join_events(b"".join(planned.received))
