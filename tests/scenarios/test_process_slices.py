@@ -71,7 +71,7 @@ class SlicedRun:
         self.world = self.stage.world(generation=config, seconds=0.1, prefix_servers=2)
         settings = self.stage.settings(
             self.world,
-            queue={"lease_s": 3},
+            queue={"lease_s": 3 if self.case.kills else 60},
             retry={"base_s": 0.05, "max_s": 0.2, "max_attempts": 50, "max_deliveries": 50},
             slicing=self._build_slicing(self.case.sizes[0]),
         )

@@ -54,6 +54,8 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
     """Model version that the slices were sent to, if the dispatcher chose it."""
     session_token: str = ""
     """Value of the header that sends the next slice to the same server."""
+    cut_tokens: int = 0
+    """Largest number of `tokens` that were cut off at the end of the text, and are generated again."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
