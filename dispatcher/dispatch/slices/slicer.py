@@ -128,10 +128,11 @@ class Slicer:
         template_options = generation.fields.get("chat_template_kwargs")
         key = path, request.version or generation.model, bytes(template_options or b"")
         support = self.support.get_support(key)
-        # A model whose slices were equal is checked again from time to time, by the first request then.
-        is_known = support.reason is None and not self._is_check_due(key)
-        is_checked = self._options.skips_check or progress is not None or is_known
-        if not is_checked and not self._is_check_due(key):
+        is_due = self._is_check_due(key)
+        # A model that was equal is checked again by one request, while the others are sliced.
+        is_equal = support.reason is None and not is_due
+        is_checked = self._options.skips_check or progress is not None or is_equal
+        if not is_checked and not is_due:
             self.whole_counts[support.reason or WholeReason.UNCHECKED] += 1
             return
         if is_checked and progress is None and not _can_continue(generation, support):
@@ -311,13 +312,15 @@ class Slicer:
         if planned is None or not planned.asked_tokens or not isinstance(outcome, Delivered):
             return None
         body, is_complete = outcome.body, True
-        if planned.received is not None and (joined := join_events(body)) is not None:
+        joined = join_events(body) if planned.received is not None else None
+        if joined is not None:
             body, is_complete = joined
         interpreted = self._interpret(
             planned, outcome.status, body, request.version, result.sticky_token, is_cut=not is_complete
         )
         if not isinstance(interpreted, Continues | Finished):
-            return None
+            # The request did not ask for a stream.
+            return Finished(body, 1, 0, None) if joined is not None else None
         usage = interpreted.usage
         if usage is not None:
             self.generated_tokens += usage.completion_tokens
