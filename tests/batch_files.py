@@ -72,6 +72,12 @@ INVALID_LINES: dict[str, tuple[bytes, str]] = {
     "stream": (make_line("x", stream=True), "body.stream: true cannot be had in a batch"),
     "stream a string": (make_line("x", stream="yes"), "body.stream: must be false, not a string"),
     "model a number": (make_line("x", model=7), "body.model: must be the name of a model, not a number"),
+    "slicing a string": (make_changed_line(slicing="off"), "slicing: must be true or false, not a string"),
+    "slicing null": (_VALID_LINE[:-1] + b', "slicing": null}', "slicing: must be true or false, not null"),
+    "slicing twice": (
+        _VALID_LINE[:-1] + b', "slicing": true, "slicing": false}',
+        "slicing: given twice",
+    ),
     "model empty": (make_line("x", model=""), "body.model: must be the name of a model, not an empty string"),
 }
 """Kind of error → invalid line, and a part of its error message."""

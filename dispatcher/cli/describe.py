@@ -99,10 +99,14 @@ async def _describe_request(
         status = (
             f"status {result.status_code}" if result.status_code is not None else "no answer of the gateway"
         )
-        error = f", {result.error_code}: {result.error_message or ''}" if result.error_code else ""
+        slices = f", generated in {result.slices:,} slices" if (result.slices or 1) > 1 else ""
+        error = (
+            f", {result.error_code}: {result.error_message or ''}".rstrip(": ") if result.error_code else ""
+        )
+        part = "; a part of the answer was generated" if result.partial else ""
         lines.append(
             [
-                f"{request_id}: {how}, {status}{error}".rstrip(": "),
+                f"{request_id}: {how}, {status}{slices}{error}{part}",
                 f"  {which} result lies ready: batch-dispatcher result {request_id}",
             ]
         )

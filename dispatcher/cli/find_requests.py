@@ -22,7 +22,13 @@ from dispatcher.core.requests.found_request import (
     encode_spellings,
 )
 from dispatcher.core.requests.oversize import parse_cut_size
-from dispatcher.core.requests.request import Rejection, Request, parse_member
+from dispatcher.core.requests.request import (
+    SLICING_ATTRIBUTE,
+    SLICING_OFF,
+    Rejection,
+    Request,
+    parse_member,
+)
 from dispatcher.core.requests.result import PoppedResult, decode_result
 from dispatcher.core.requests.score import PRIORITIES, PRIORITY_STEP
 from dispatcher.core.sequences.turns import SequenceStatus, Turn
@@ -238,6 +244,9 @@ def result_as_json(result: PoppedResult) -> dict[str, Any]:
         "payload": result.payload,
         "payload_note": result.payload_note,
         "model_version": result.model_version,
+        "slices": result.slices or 1,
+        "cached_tokens": result.cached_tokens or 0,
+        "partial": bool(result.partial),
     }
 
 
@@ -469,6 +478,8 @@ def list_details(
         rows += [("sequence", parsed.sequence.id)] if parsed.sequence else []
         rows += [("endpoint", parsed.endpoint)] if parsed.endpoint else []
         rows += [("labels", ", ".join(f"{k}={v}" for k, v in parsed.labels.items()))] if parsed.labels else []
+        if parsed.metadata.get(SLICING_ATTRIBUTE) == SLICING_OFF:
+            rows.append(("slicing", "off: it is sent in one call"))
     else:
         rows.append(("cannot be read", parsed.message))
     rows.append(("result goes to", parsed.results or "the queue's default list"))

@@ -9,14 +9,14 @@ from dispatcher.cli import bar
 from dispatcher.cli.admin_client import StatusProblem, StatusProblemKind
 from dispatcher.cli.overview import COUNT_NAMES
 from dispatcher.core.duration import format_duration, format_time_until
-from dispatcher.telemetry.status import CAPACITY_SOURCES, ReplicaStatus, Status
+from dispatcher.telemetry.status import CAPACITY_SOURCES, ReplicaStatus, SlicedModelStatus, Status
 
 if TYPE_CHECKING:
     from dispatcher.cli.overview import Overview
     from dispatcher.core.requests.queue_counts import QueueCounts
 
 MAX_MODELS = 8
-"""Largest number of models with a line about merging."""
+"""Largest number of models with a line about merging, and with one about slices."""
 MIN_BAR_WIDTH = 10
 
 
@@ -46,6 +46,7 @@ def format_details(status: Status) -> list[str]:
         *_format_readings(status),
         *filter(None, [_format_rate(status), _format_deadlines(status), _format_realtime_impact(status)]),
         *_format_batching(status),
+        *_format_slicing(status),
         *_format_replicas(status),
     ]
 
@@ -287,6 +288,29 @@ def _format_batching(status: Status) -> list[str]:
     lines = [f"Batching of {each.name}: {each.sentence}." for each in merged[:MAX_MODELS]]
     more = len(merged) - len(lines)
     return [*lines, *([f"Batching of {more} more: see --json."] if more else [])]
+
+
+def _format_slicing(status: Status) -> list[str]:
+    """Return a line about slices for each model."""
+    models = status.slicing.sliced_models
+    lines = [
+        f"Slices of {each.model or 'no model'} at {each.path}: {_describe_slices(each)}."
+        for each in models[:MAX_MODELS]
+    ]
+    more = len(models) - len(lines)
+    return [*lines, *([f"Slices of {more} more: see --json."] if more else [])]
+
+
+def _describe_slices(model: SlicedModelStatus) -> str:
+    if model.whole_reason:
+        return f"none, {model.whole_reason}{f': {model.why}' if model.why else ''}"
+    size = "" if model.slice_tokens is None else f", {model.slice_tokens:,} tokens each"
+    cached = (
+        ""
+        if model.cached_share is None
+        else f", {model.cached_share:.0%} of the prompts from the prefix cache"
+    )
+    return f"continued by {model.continued_by}{size}{cached}"
 
 
 def _format_replicas(status: Status) -> list[str]:

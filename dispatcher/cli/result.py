@@ -286,7 +286,9 @@ def print_result(popped_result: PoppedResult, *, json_output: bool) -> None:
         or popped_result.error_code is not None
     ):
         why = popped_result.error_code or f"status {popped_result.status_code}"
-        print_error(f"{popped_result.id}: {why}: {popped_result.error_message or ''}".rstrip(": "), fg=None)
+        error = f"{popped_result.id}: {why}: {popped_result.error_message or ''}".rstrip(": ")
+        part = "; the printed answer is what was generated until then" if popped_result.partial else ""
+        print_error(f"{error}{part}", fg=None)
         raise typer.Exit(1)
 
 

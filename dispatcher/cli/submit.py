@@ -77,6 +77,10 @@ def submit(
     header: Pairs = None,
     metadata: Pairs = None,
     label: Labels = None,
+    no_slicing: Annotated[
+        bool,
+        typer.Option("--no-slicing", help="Send each request in one call, also if slicing is on."),
+    ] = False,
     sequence: Annotated[
         str, typer.Option("--sequence", metavar="ID", help="Sequence, to which the request is appended.")
     ] = "",
@@ -108,6 +112,7 @@ def submit(
             headers=headers,
             metadata=attributes,
             labels=labels,
+            slicing=not no_slicing,
             endpoint=endpoint,
             template=template,
             field=field,
@@ -138,6 +143,7 @@ def submit(
         metadata=attributes,
         labels=labels,
         sequence=sequence or None,
+        slicing=not no_slicing,
     )
     _submit_one(target, item, body, wait=not no_wait, json_output=json_output)
 

@@ -184,6 +184,7 @@ class BatchClient:
         labels: Mapping[str, str] | None = None,
         results: str | None = None,
         sequence: Turn | str | None = None,
+        slicing: bool = True,
     ) -> Handle:
         """Submit one request, and return its handle when it is in the queue. The arguments are those of
         `Item`.
@@ -192,7 +193,7 @@ class BatchClient:
         raised, TooManyPendingError, and QueueUnreachableError.
         """
         mappings = (headers or _EMPTY_MAP, metadata or _EMPTY_MAP, labels or _EMPTY_MAP)
-        item = Item(body, path, id, deadline, priority, *mappings, results, sequence)
+        item = Item(body, path, id, deadline, priority, *mappings, results, sequence, slicing)
         handle, submission = await self._build_request(item)
         await self._submit_requests([(handle, submission)])
         return handle

@@ -15,7 +15,7 @@ import msgspec
 
 from dispatcher.client.result import Result
 from dispatcher.core.duration import parse_duration
-from dispatcher.core.requests.request import encode_member
+from dispatcher.core.requests.request import decline_slicing, encode_member
 from dispatcher.core.requests.score import compute_score
 from dispatcher.core.requests.submission import Submission
 from dispatcher.core.sequences.turns import Turn
@@ -58,6 +58,9 @@ class Item:
     sequence: Turn | str | None = None
     """Turn of the request in a sequence. With only the id of a sequence, the request comes after all
     requests that the sequence has."""
+    slicing: bool = True
+    """False to send the request in one call, even if it is a long generation that the dispatcher would send
+    in slices."""
 
 
 def to_item(item: Item | Body) -> Item:
@@ -145,7 +148,8 @@ def build_submission(item: Item, token: str, *, queue: str, results: str) -> Sub
     request_id = item.id or f"r-{secrets.token_hex(8)}"
     body = encode_body(item.body)
     try:
-        with trace_submission(queue, request_id, item.metadata) as metadata:
+        metadata = item.metadata if item.slicing else decline_slicing(item.metadata)
+        with trace_submission(queue, request_id, metadata) as metadata:
             member = encode_member(
                 request_id,
                 body,

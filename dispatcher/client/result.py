@@ -43,8 +43,8 @@ class Result:
     id: str
     """Id of the request."""
     text: str
-    """Body of the answer, unchanged. If there is no answer, `{"error": …}`. For the generated text alone,
-    use `content`."""
+    """Body of the answer, unchanged. If there is no answer, `{"error": …}`. If `is_partial`, an answer with
+    what was generated so far. For the generated text alone, use `content`."""
     status: int | None = None
     """HTTP status of the last answer, or `None` if there was no answer."""
     code: str = ""
@@ -59,6 +59,14 @@ class Result:
     """Exception behind an error of the client itself (see `code`), or `None`."""
     model_version: str = ""
     """Name of the model version that the dispatcher chose for the request, or empty if it chose none."""
+    slices: int = 1
+    """Number of calls in which the answer was generated. More than 1 if the dispatcher sent the request in
+    slices."""
+    cached_tokens: int = 0
+    """Number of tokens that the slices after the first one found in the prefix cache of the model server."""
+    is_partial: bool = False
+    """True if the request ended with an error after a part of its answer was generated. The result is then
+    not `ok`, and `partial_content` is the text so far."""
     keep_number: int = field(default=0, repr=False)
     """Number of the result among the kept results of this client, or 0 if it is not kept."""
 
@@ -81,10 +89,16 @@ class Result:
         return extract_answer_text(self.text.encode(errors="replace")) if self.ok else None
 
     @property
+    def partial_content(self) -> str | None:
+        """Text that was generated before the request ended with an error. `None` if the result is not
+        `is_partial`."""
+        return extract_answer_text(self.text.encode(errors="replace")) if self.is_partial else None
+
+    @property
     def usage(self) -> TokenUsage | None:
-        """Token usage that the answer reports, or `None` if it reports none."""
+        """Token usage that the answer reports, also if it is partial, or `None` if it reports none."""
         prompt_tokens, completion_tokens = (
-            parse_token_usage(self.text.encode(errors="replace")) if self.ok else (0, 0)
+            parse_token_usage(self.text.encode(errors="replace")) if self.ok or self.is_partial else (0, 0)
         )
         return TokenUsage(prompt_tokens, completion_tokens) if prompt_tokens or completion_tokens else None
 
@@ -131,7 +145,8 @@ class RequestFailedError(BatchError):
 
     @property
     def body(self) -> str:
-        """Body of the last answer, or `{"error": …}` if there was no answer."""
+        """Body of the last answer, or `{"error": …}` if there was no answer. If the result `is_partial`, an
+        answer with what was generated so far."""
         return self.result.text
 
 
@@ -199,6 +214,10 @@ def result_from_popped(popped: PoppedResult, keep_number: int) -> Result:
         popped.error_message or "",
         popped.payload_note or "",
         model_version=popped.model_version or "",
+        slices=max(1, popped.slices or 1),
+        cached_tokens=popped.cached_tokens or 0,
+        # The contract has an error in each partial result. A partial answer must never look like a whole one.
+        is_partial=bool(popped.partial) and popped.error_code is not None,
         keep_number=keep_number,
     )
 

@@ -103,7 +103,18 @@ REQUEST = {
     ),
     *("labels", "sequence", "cancellable", "being_cancelled", "bytes", "problem"),
 }
-RESULT = {"id", "status_code", "error_code", "error_message", "payload", "payload_note", "model_version"}
+RESULT = {
+    "id",
+    "status_code",
+    "error_code",
+    "error_message",
+    "payload",
+    "payload_note",
+    "model_version",
+    "slices",
+    "cached_tokens",
+    "partial",
+}
 DEAD = {"entry", "id", "reason", "died_at", "deliveries", "failed_attempts", "refusals"}
 SEQUENCE = {
     *(

@@ -772,6 +772,44 @@ async def test_submit_accepts_no_result_without_its_token(queue_server: Server) 
         assert (await asking).stdout == '{"text": "hello"}\n'
 
 
+async def test_request_submitted_without_slicing_is_marked(queue_server: Server) -> None:
+    for name, options in (("sliced", ()), ("whole", ("--no-slicing",))):
+        sent = await run_verb(queue_server, "submit", "{}", "--id", name, "--no-wait", *options)
+        assert sent.returncode == 0
+    described = (await run_verb(queue_server, "describe", "whole")).stdout
+    assert re.search(r"^ *slicing +off: it is sent in one call$", described, re.MULTILINE)
+    assert "slicing" not in (await run_verb(queue_server, "describe", "sliced")).stdout
+
+
+async def test_partial_answer_is_printed_with_its_error(queue_server: Server) -> None:
+    partial = b'{"choices": [{"text": "once upon"}]}'
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        await submit_requests(queue, "late", "long")
+        late, long = await claim_leases(queue)
+        ended = encode_failure(
+            "late", ErrorCode.DEADLINE_EXCEEDED, "", body=partial, token="token-of-late", is_partial=True
+        )
+        answered = encode_answer("long", 200, b"{}", token="token-of-long", slices=5, cached_tokens=700)
+        await queue.settle(
+            [
+                Settlement(late, ended, "", "late", "token-of-late"),
+                Settlement(long, answered, "", "long", "token-of-long"),
+            ]
+        )
+    printed = await run_verb(queue_server, "result", "late")
+    assert (printed.returncode, printed.stdout) == (1, partial.decode() + "\n")
+    assert printed.stderr == (
+        "late: DEADLINE_EXCEEDED; the printed answer is what was generated until then\n"
+    )
+    fields = await run_verb_for_json(queue_server, "result", "long")
+    assert (fields["slices"], fields["cached_tokens"], fields["partial"]) == (5, 700, False)
+    described = [(await run_verb(queue_server, "describe", name)).stdout for name in ("late", "long")]
+    assert described[0].startswith(
+        "late: answered, no answer of the gateway, DEADLINE_EXCEEDED; a part of the answer was generated\n"
+    )
+    assert described[1].startswith("long: answered, status 200, generated in 5 slices\n")
+
+
 async def test_line_of_a_batch_file_is_rejected_as_payload(queue_server: Server) -> None:
     line = '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {}}'
     found = await run_verb(queue_server, "submit", line)

@@ -27,6 +27,8 @@ from dispatcher.telemetry.status import (
     MergeTargetStatus,
     ProcessStatus,
     SignalsStatus,
+    SlicedModelStatus,
+    SlicingStatus,
     Status,
 )
 from tests.fork_server import run_cli
@@ -181,6 +183,26 @@ async def test_merging_of_each_model_is_shown_in_one_line(
     assert "Batching of 14 more: see --json." in lines
     assert len([line for line in lines if line.startswith("Batching")]) == 9
     assert json.loads(whole.stdout)["dispatcher"]["batching"] == [asdict(each) for each in output]
+
+
+def test_slices_of_each_model_are_shown_in_one_line() -> None:
+    chat = "/v1/chat/completions"
+    models = [
+        SlicedModelStatus("/v1/completions", "qwen", "token ids", slice_tokens=128, cached_share=0.934),
+        SlicedModelStatus(chat, "qwen", "text"),
+        SlicedModelStatus(chat, "phi", whole_reason="unequal", why="the same generation had another text"),
+        SlicedModelStatus(chat, "", whole_reason="unchecked"),
+        *(SlicedModelStatus(chat, f"m-{n}", "text") for n in range(20)),
+    ]
+    lines = render.format_details(Status(slicing=SlicingStatus(sliced_models=models)))
+    cached = "93% of the prompts from the prefix cache"
+    assert [line for line in lines if line.startswith("Slices")][:4] == [
+        f"Slices of qwen at /v1/completions: continued by token ids, 128 tokens each, {cached}.",
+        f"Slices of qwen at {chat}: continued by text.",
+        f"Slices of phi at {chat}: none, unequal: the same generation had another text.",
+        f"Slices of no model at {chat}: none, unchecked.",
+    ]
+    assert "Slices of 16 more: see --json." in lines
 
 
 async def test_problems_of_the_dispatcher_are_shown_by_status_and_explain(

@@ -24,7 +24,7 @@ from dispatcher.client import (
     TokenUsage,
 )
 from dispatcher.core.requests.request import Request
-from dispatcher.core.requests.result import ErrorCode, encode_answer
+from dispatcher.core.requests.result import ErrorCode, encode_answer, encode_failure
 from dispatcher.lab.standin.live import Config, LiveWorld
 from tests.client.fake_dispatcher import NAMES, POOL, FakeDispatcher, fail_with
 from tests.queue.factories import queues
@@ -176,6 +176,76 @@ async def test_result_has_the_version_that_it_was_sent_to(
         assert (await producer.submit({})).model_version == "m-v2"
     async with fake_dispatcher.answer_continuously():
         assert (await producer.submit({})).model_version == ""
+
+
+async def test_result_of_a_sliced_request_has_the_number_of_its_slices(
+    fake_dispatcher: FakeDispatcher, producer: BatchClient
+) -> None:
+    def answer_in_slices(request: Request) -> bytes:
+        return encode_answer(request.id, 200, b"{}", token=request.token, slices=5, cached_tokens=700)
+
+    async with fake_dispatcher.answer_continuously(answer_in_slices):
+        sliced = await producer.submit({})
+    async with fake_dispatcher.answer_continuously():
+        whole = await producer.submit({})
+    assert (sliced.slices, sliced.cached_tokens, sliced.is_partial) == (5, 700, False)
+    assert (whole.slices, whole.cached_tokens, whole.is_partial) == (1, 0, False)
+
+
+PARTIAL_ANSWERS: dict[str, dict[str, Any]] = {
+    "completion": {"choices": [{"text": "once upon"}]},
+    "chat": {"choices": [{"message": {"role": "assistant", "content": "once upon"}}]},
+}
+
+
+@pytest.mark.parametrize("kind", PARTIAL_ANSWERS)
+async def test_partial_answer_is_a_failure_with_the_text_so_far(
+    fake_dispatcher: FakeDispatcher, producer: BatchClient, kind: str
+) -> None:
+    answer = {**PARTIAL_ANSWERS[kind], "usage": {"prompt_tokens": 7, "completion_tokens": 2}}
+
+    def end_early(request: Request) -> bytes:
+        body = json.dumps(answer).encode()
+        code = ErrorCode.DEADLINE_EXCEEDED
+        return encode_failure(request.id, code, "too late", body=body, token=request.token, is_partial=True)
+
+    async with fake_dispatcher.answer_continuously(end_early):
+        result = await producer.submit({})
+    assert (result.ok, result.is_partial) == (False, True)
+    assert (result.content, result.partial_content, result.usage) == (None, "once upon", TokenUsage(7, 2))
+    with pytest.raises(DeadlineExceededError, match="too late") as caught:
+        result.raise_for_status()
+    assert json.loads(caught.value.body) == answer
+
+
+async def test_failure_without_a_partial_answer_has_no_partial_content(
+    fake_dispatcher: FakeDispatcher, producer: BatchClient
+) -> None:
+    body = json.dumps(PARTIAL_ANSWERS["completion"]).encode()
+    async with fake_dispatcher.answer_continuously(fail_with(ErrorCode.RETRIES_EXHAUSTED, 502, body)):
+        result = await producer.submit({})
+    assert (result.is_partial, result.partial_content, result.usage) == (False, None, None)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"slices": 0, "cached_tokens": None},
+        {"slices": -3},
+        {"status_code": 200, "payload": '{"choices": [{"text": "once"}]}', "partial": True},
+    ],
+)
+async def test_implausible_slices_of_a_result_are_not_believed(
+    fake_dispatcher: FakeDispatcher, producer: BatchClient, fields: dict[str, Any]
+) -> None:
+    def answer_implausibly(request: Request) -> bytes:
+        return json.dumps(
+            {"id": request.id, "payload": "{}", "request_token": request.token, **fields}
+        ).encode()
+
+    async with fake_dispatcher.answer_continuously(answer_implausibly):
+        result = await producer.submit({})
+    assert (result.slices, result.cached_tokens, result.is_partial) == (1, 0, False)
 
 
 async def test_answer_400_is_a_failure(fake_dispatcher: FakeDispatcher, producer: BatchClient) -> None:

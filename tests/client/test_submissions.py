@@ -22,7 +22,7 @@ from dispatcher.client import (
 )
 from dispatcher.core.requests.request import Request, parse_member
 from dispatcher.core.requests.result import ErrorCode, encode_answer
-from tests.client.fake_dispatcher import POOL, FakeDispatcher, fail_with
+from tests.client.fake_dispatcher import POOL, FakeDispatcher, echo, fail_with
 from tests.queue.factories import claim
 from tests.queue.servers import Server
 from tests.support import wait_until
@@ -178,6 +178,29 @@ async def test_error_of_one_item_is_only_in_its_result(
     with pytest.raises(HookError, match="nor this one"):
         results[6].raise_for_status()
     assert len(fake_dispatcher.answered) == 3
+
+
+async def test_request_without_slicing_says_so_in_its_metadata(
+    fake_dispatcher: FakeDispatcher, producer: BatchClient
+) -> None:
+    seen: dict[str, dict[str, str]] = {}
+
+    def record_metadata(request: Request) -> bytes:
+        seen[request.id] = dict(request.metadata)
+        return echo(request)
+
+    async with fake_dispatcher.answer_continuously(record_metadata):
+        await producer.submit({}, id="default", metadata={"userid": "a"})
+        await producer.submit({}, id="whole", metadata={"userid": "a", "slicing": "on"}, slicing=False)
+        await producer.map([Item({}, id="item", slicing=False)])
+        async with producer.sequence("chat") as chat:
+            await chat.send({}, id="turn", slicing=False)
+    assert seen == {
+        "default": {"userid": "a"},
+        "whole": {"userid": "a", "slicing": "off"},
+        "item": {"slicing": "off"},
+        "turn": {"slicing": "off"},
+    }
 
 
 async def test_hook_can_change_the_request(fake_dispatcher: FakeDispatcher, one_redis: Server) -> None:

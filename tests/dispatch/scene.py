@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from dispatcher.core.gateway.outcome import Delivered, RetryPolicy
+from dispatcher.core.gateway.outcome import Delivered, RetryPolicy, Unreachable
 from dispatcher.core.limit.budget import Policy, Reading, Signal
 from dispatcher.core.limit.limiter import Limiter
 from dispatcher.core.requests.request import Request, encode_member
@@ -74,6 +74,18 @@ class AnsweringGateway:
         return None
 
     def resize_connection_pool(self, max_requests: int) -> None: ...
+
+
+class UnreachableGateway(AnsweringGateway):
+    """Gateway that cannot be reached while `is_unreachable` is true."""
+
+    is_unreachable = True
+
+    async def forward(
+        self, request: Request, *, token: str, deadline: float, may_send: object
+    ) -> AttemptResult:
+        result = await super().forward(request, token=token, deadline=deadline, may_send=may_send)
+        return result.copy_with(outcome=Unreachable("no connection")) if self.is_unreachable else result
 
 
 def open_limiter() -> Limiter:

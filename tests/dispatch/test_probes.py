@@ -5,26 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 
-from dispatcher.core.gateway.outcome import Unreachable
 from dispatcher.core.limit.budget import Reason
-from dispatcher.core.requests.request import Request, encode_member
-from dispatcher.ports import AttemptResult, Submission
-from tests.dispatch.scene import AnsweringGateway, Scene, run_in_scene
+from dispatcher.core.requests.request import encode_member
+from dispatcher.ports import Submission
+from tests.dispatch.scene import Scene, UnreachableGateway, run_in_scene
 
 UNSENT_COUNT = 2000
 """Number of cancelled requests that come before the request that can be sent."""
-
-
-class UnreachableGateway(AnsweringGateway):
-    """Gateway that cannot be reached while `is_unreachable` is true."""
-
-    is_unreachable = True
-
-    async def forward(
-        self, request: Request, *, token: str, deadline: float, may_send: object
-    ) -> AttemptResult:
-        result = await super().forward(request, token=token, deadline=deadline, may_send=may_send)
-        return result.copy_with(outcome=Unreachable("no connection")) if self.is_unreachable else result
 
 
 def test_probe_with_a_cancelled_request_takes_the_next_request_immediately() -> None:

@@ -14,9 +14,8 @@ from dispatcher.core.requests.score import compute_score
 from dispatcher.core.sequences.turns import Turn
 from dispatcher.dispatch import Options
 from dispatcher.ports import Submission
-from tests.dispatch.scene import Scene, run_in_scene
+from tests.dispatch.scene import Scene, UnreachableGateway, run_in_scene
 from tests.dispatch.sequence_scene import read_results
-from tests.dispatch.test_probes import UnreachableGateway
 
 PATH = "/v1/completions"
 

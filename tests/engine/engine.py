@@ -33,6 +33,12 @@ class Engine:
             raise ValueError(f"{path} answered {response.status_code}: {response.text}")
         return response.json()
 
+    def send(self, path: str, body: bytes) -> tuple[int, bytes]:
+        """Return status and body of an answer, whatever they are."""
+        # After a stream, the engine closes the connection without saying so.
+        response = self._client.post(path, content=body, headers={"connection": "close"})
+        return response.status_code, response.content
+
     def tokenize(self, text: str) -> list[int]:
         """Return the tokens of a prompt."""
         body = {"content": text, "add_special": True, "parse_special": True}

@@ -275,6 +275,9 @@ async def test_producer_role_can_only_submit_cancel_and_read(any_server: Server,
             lambda: producer.get(QWEN.cancel_key("r-1", "t-1")),
             lambda: producer.get(QWEN.active_key("r-1")),
             lambda: producer.get("request-active:r-1"),
+            lambda: producer.hset(QWEN.progress_key, "1", "forged"),
+            lambda: producer.hget(QWEN.progress_key, "1"),
+            lambda: producer.zadd(f"{QWEN.queue_prefix}:started", {"1": 1}),
             lambda: producer.publish("batch:{other}:requests:wake", "work"),
         ):
             with pytest.raises(NoPermissionError):

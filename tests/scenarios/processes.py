@@ -339,8 +339,8 @@ class Producer:
             pipe.zcard(f"{names.pool_prefix}:leases")
             for suffix in ("delayed", "dead"):
                 pipe.zcard(f"{names.queue_prefix}:{suffix}")
-            pending, returned, isolated, leased, delayed, dead = pipe.execute()
-        return {"pending": pending + returned + isolated, "leased": leased, "delayed": delayed, "dead": dead}
+            *claimable, leased, delayed, dead = pipe.execute()
+        return {"pending": sum(claimable), "leased": leased, "delayed": delayed, "dead": dead}
 
     def find_lost_requests(self) -> set[str]:
         """Return the ids without a result. The queue must be empty, so these requests were lost."""

@@ -39,7 +39,7 @@ from dispatcher.client.files.options import (
 from dispatcher.client.files.order import OpenLineCounts, build_turn
 from dispatcher.client.files.progress import FileProgress
 from dispatcher.client.files.sinks import FileSink, Sink, StreamSink
-from dispatcher.core.requests.request import encode_member
+from dispatcher.core.requests.request import decline_slicing, encode_member
 from dispatcher.core.requests.result import ErrorCode, PoppedResult
 from dispatcher.core.requests.score import compute_score
 from dispatcher.core.requests.submission import Submission
@@ -310,7 +310,9 @@ class FileJob:
             results=self.job_names.result_list,
             endpoint=parsed.url,
             headers=options.headers,
-            metadata=options.metadata,
+            metadata=options.metadata
+            if options.slicing and parsed.slicing
+            else decline_slicing(options.metadata),
             labels={**options.labels, "file": self._journal.facts.job},
             sequence=None if parsed.turn is None else build_turn(parsed.turn, line.index, line.is_last),
         )

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from hashlib import blake2b
 from json import JSONDecodeError, loads
-from typing import Any
 
 import msgspec
 
@@ -37,7 +36,7 @@ EXPIRED_CODE = "batch_expired"
 _MAX_SHOWN_CHARS = 60
 _MAX_UNKNOWN_FIELDS = 20
 """Largest number of unknown fields that are reported for one line."""
-_FIELDS = ("custom_id", "method", "url", "body", "sequence")
+_FIELDS = ("custom_id", "method", "url", "body", "sequence", "slicing")
 _QUOTED = tuple(f'"{name}"'.encode() for name in _FIELDS)
 _SYSTEM_ROLES = ("system", "developer")
 """Roles of the leading messages, which are usually the same in many lines."""
@@ -55,6 +54,8 @@ class BatchLine:
     """Turn in a sequence, or `None` if the line belongs to no sequence."""
     unknown_fields: tuple[str, ...] = ()
     """Names of unknown fields, which are ignored. Some may be misspelt."""
+    slicing: bool = True
+    """False to send the request in one call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ class _StrictLine(msgspec.Struct, forbid_unknown_fields=True):
     url: str
     body: msgspec.Raw
     sequence: msgspec.Raw = msgspec.Raw()
+    slicing: bool = True
 
 
 class _LooseLine(msgspec.Struct):
@@ -108,6 +110,7 @@ class _LooseLine(msgspec.Struct):
     body: msgspec.Raw = msgspec.Raw()
     params: msgspec.Raw = msgspec.Raw()
     sequence: msgspec.Raw = msgspec.Raw()
+    slicing: msgspec.Raw = msgspec.Raw()
 
 
 class _BodyFields(msgspec.Struct):
@@ -142,6 +145,8 @@ class _WrittenLine(msgspec.Struct):
     custom_id: str | None
     response: _LineResponse | None
     error: _LineError | None
+    partial: msgspec.Raw | str | msgspec.UnsetType = msgspec.UNSET
+    """Answer with what was generated before the error. Lines of OpenAI's API do not have this field."""
 
 
 _decode_line = msgspec.json.Decoder(_StrictLine).decode
@@ -182,7 +187,7 @@ def parse_line(text: bytes, rules: LineRules) -> BatchLine | BadLine:
         and not _repeated_fields(text)
     )
     return (
-        BatchLine(line.custom_id, line.url, bytes(line.body), turn)
+        BatchLine(line.custom_id, line.url, bytes(line.body), turn, slicing=line.slicing)
         if is_valid
         else _explain_line(text, rules)
     )
@@ -228,10 +233,14 @@ def _explain_line(text: bytes, rules: LineRules) -> BatchLine | BadLine:
         turn = parse_turn(bytes(line.sequence), text, rules.sequence_by)
     except (TurnFaultError, msgspec.DecodeError) as error:
         faults.append(LineFault("invalid_sequence", str(error)))
+    slicing = bytes(line.slicing) or b"true"
+    if slicing not in (b"true", b"false"):
+        faults.append(LineFault("invalid_type", f"slicing: must be true or false, not {_json_kind(slicing)}"))
     if faults or custom_id is None or url is None:
         return BadLine(tuple(faults), custom_id)
     sequence_field = rules.sequence_by.partition(".")[0]
-    return BatchLine(custom_id, url, raw, turn, tuple(name for name in unknown if name != sequence_field))
+    unknown_fields = tuple(name for name in unknown if name != sequence_field)
+    return BatchLine(custom_id, url, raw, turn, unknown_fields, slicing == b"true")
 
 
 def _bad_line(code: str, message: str) -> BadLine:
@@ -388,7 +397,9 @@ def build_answer_line(request_id: str, custom_id: str, result: PoppedResult) -> 
         error = _LineError(
             _OPENAI_CODES.get(error_code, error_code.lower()), result.error_message or "no answer"
         )
-    return _build_out_line(request_id, custom_id, response, error)
+    is_partial = error is not None and response is None and bool(result.partial)
+    partial = _response_body(result.payload) if is_partial else msgspec.UNSET
+    return _build_out_line(request_id, custom_id, response, error, partial)
 
 
 def build_error_line(request_id: str, custom_id: str | None, code: str, message: str, line: int) -> OutLine:
@@ -397,9 +408,13 @@ def build_error_line(request_id: str, custom_id: str | None, code: str, message:
 
 
 def _build_out_line(
-    request_id: str, custom_id: str | None, response: _LineResponse | None, error: _LineError | None
+    request_id: str,
+    custom_id: str | None,
+    response: _LineResponse | None,
+    error: _LineError | None,
+    partial: msgspec.Raw | str | msgspec.UnsetType = msgspec.UNSET,
 ) -> OutLine:
-    text = _encode(_WrittenLine(f"batch_req_{request_id}", custom_id, response, error)) + b"\n"
+    text = _encode(_WrittenLine(f"batch_req_{request_id}", custom_id, response, error, partial)) + b"\n"
     return OutLine(text, error is None and response is not None and 200 <= response.status_code < 300)
 
 
@@ -411,8 +426,3 @@ def _response_body(payload: str) -> msgspec.Raw | str:
         return msgspec.Raw(msgspec.json.format(raw, indent=-1))
     except (msgspec.DecodeError, RecursionError):
         return raw.decode()
-
-
-def read_custom_id(line: bytes) -> Any:
-    """Return the `custom_id` of a line of an output or errors file."""
-    return msgspec.json.decode(line, type=_WrittenLine).custom_id

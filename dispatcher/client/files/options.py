@@ -46,6 +46,8 @@ class FileOptions:
     """Metadata of all requests, as in `Item`."""
     labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Labels of all requests, in addition to the label `file` with the name of the run."""
+    slicing: bool = True
+    """False to send all requests in one call, as in `Item`. A line can also say it for itself."""
     rules: LineRules = dataclasses.field(default_factory=LineRules)
     """Rules for valid lines: allowed paths and the largest body."""
     template: Body | None = None

@@ -41,6 +41,8 @@ MAX_HEADERS_CHARS = 16_384
 connection."""
 
 
+SLICING_ATTRIBUTE, SLICING_OFF = "slicing", "off"
+"""Metadata attribute by which a producer says that a request is sent in one call, and its value."""
 _MESSAGE_CHARS = 200
 
 
@@ -374,6 +376,11 @@ def _describe_validation_error(error: msgspec.ValidationError) -> str:
     first."""
     what, _, where = str(error).replace("`", "").rpartition(" - at $")
     return f"{where.lstrip('.') or 'member'}: {what}" if what else str(error).replace("`", "")
+
+
+def decline_slicing(metadata: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the metadata with the attribute by which a request is sent in one call."""
+    return {**metadata, SLICING_ATTRIBUTE: SLICING_OFF}
 
 
 def encode_member(

@@ -21,6 +21,8 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """Character that many servers return for bytes that are no complete character."""
 _BYTES_PER_TOKEN_ID = 5
 """Largest size of a token id in the stored progress."""
+_WITHHELD_TOKENS = 3
+"""Largest number of tokens of a part of a character, which some servers leave out of the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,8 @@ class Finished:
     slices: int
     cached_tokens: int
     """Tokens that later slices found in the prefix cache."""
-    usage: Usage
+    usage: Usage | None
+    """Tokens of the last slice. `None` if its answer does not say them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,7 @@ class _Kept:
     max_bytes: int
     version: str
     session_token: str
+    repeats_text: bool
 
 
 class _NotContinuable(Exception):  # noqa: N818 - never leaves this module
@@ -120,8 +124,9 @@ def interpret_answer(
     """Return what the answer to a slice means. `progress` is that of the slices before, `asked_tokens` the
     `max_tokens` of this one.
 
-    `version` and `session_token` are kept for the next slice. `repeats_text` says that the server repeats the
-    beginning of a message that it continues. `is_cut` says that the answer broke off, and has fewer tokens
+    `version`, `session_token` and `repeats_text` are kept for the next slice. `repeats_text` says that the
+    server repeats the beginning of a message that it continues. Progress that has begun knows that by itself:
+    another process may have checked the model. `is_cut` says that the answer broke off, and has fewer tokens
     than it would have had.
     """
     if progress is not None and progress.stage is Stage.RESTART:
@@ -130,13 +135,15 @@ def interpret_answer(
         return _interpret_error(progress, status)
     try:
         piece = _read_piece(body, is_chat=generation.is_chat)
+        if progress is not None:
+            repeats_text = progress.repeats_text
         if repeats_text and progress is not None:
             piece = _remove_repetition(piece, progress.text)
-        kept = _Kept(max_kept_bytes, version, session_token)
-        joined = _join_piece(generation, progress, piece, 0 if is_cut else asked_tokens, kept)
+        kept = _Kept(max_kept_bytes, version, session_token, repeats_text)
+        joined = _join_piece(generation, progress, piece, None if is_cut else asked_tokens, kept)
         return _add_uncounted_tokens(joined, progress, piece) if is_cut else joined
     except _NotContinuable as error:
-        if progress is None and _has_ended(body):
+        if progress is None and not is_cut and _has_ended(body):
             return Unchanged()
         return _restart(error.reason, error.why)
 
@@ -217,13 +224,17 @@ def _join_piece(
     generation: Generation,
     progress: Progress | None,
     piece: _Piece,
-    asked_tokens: int,
+    asked_tokens: int | None,
     kept: _Kept,
 ) -> Finished | Continues:
+    """Return the result of all slices. `asked_tokens` is `None` if the answer broke off."""
     before = progress or _make_first(piece)
     if progress is not None and progress.token_ids and piece.text.startswith(REPLACEMENT):
         why = "the text of a slice begins with a part of a character"
         raise _NotContinuable(WholeReason.BODY, why)
+    if asked_tokens is None and 0 < generation.max_tokens - before.tokens <= before.uncounted_tokens:
+        # Whether there was anything left to generate is not known yet.
+        raise _NotContinuable(WholeReason.BODY, "the answer to a slice broke off after the end")
     text = before.text + piece.text
     kept_tokens = _count_kept_tokens(progress, piece)
     tokens = kept_tokens + piece.usage.completion_tokens
@@ -236,10 +247,16 @@ def _join_piece(
         prompt_token_ids=before.prompt_token_ids or piece.prompt_token_ids,
         tokens=tokens,
         uncounted_tokens=0,
+        cut_tokens=0,
         cached_tokens=cached_tokens,
         version=kept.version,
         session_token=kept.session_token or before.session_token,
+        repeats_text=kept.repeats_text,
     )
+    if kept_tokens >= generation.max_tokens:
+        # A stream broke off after its last token, and now the number of its tokens is known.
+        whole = replace(joined, tokens=kept_tokens)
+        return _finish(whole, piece, before.text, "length", None, is_chat=generation.is_chat)
     cut_at = _find_stop(generation.stop, text, len(before.text))
     if cut_at is not None:
         end, stop = cut_at
@@ -248,10 +265,15 @@ def _join_piece(
     goes_on = (
         piece.finish_reason == "length"
         and tokens < generation.max_tokens
-        and piece.usage.completion_tokens >= asked_tokens
+        and (asked_tokens is None or piece.usage.completion_tokens >= asked_tokens)
     )
+    if not goes_on and asked_tokens is None:
+        # The number of its tokens is a guess, so that it does not say whether these are all.
+        raise _NotContinuable(WholeReason.BODY, "the answer to a slice broke off near its end")
     if not goes_on:
         return _finish(joined, piece, text, piece.finish_reason, None, is_chat=generation.is_chat)
+    if joined.token_ids and text.endswith(REPLACEMENT):
+        return _continue_before(before, piece, is_cut=asked_tokens is None)
     continuable = _prepare_continuation(generation, joined, kept.max_bytes)
     if continuable.stage is Stage.REST and before.stage is Stage.SLICES:
         why = f"what was generated so far exceeds slicing.max_kept_bytes, {kept.max_bytes}"
@@ -262,7 +284,21 @@ def _join_piece(
         if not continuable.text or before.stage is Stage.REST:
             raise _NotContinuable(WholeReason.BODY, why)
         return Continues(replace(continuable, stage=Stage.REST), piece.usage, WholeReason.BODY, why)
+    if progress is not None and not piece.usage.prompt_tokens:  # what was cut before is not known either
+        continuable = replace(continuable, cut_tokens=continuable.cut_tokens + progress.cut_tokens)
     return Continues(continuable, piece.usage)
+
+
+def _continue_before(before: Progress, piece: _Piece, *, is_cut: bool) -> Continues:
+    """Return the result of a slice whose tokens end inside a character, which the server writes as U+FFFD.
+
+    The next slice would begin with the rest of the character, and the text would have other tokens. So this
+    slice is given up, and all that is left is generated in one call from the tokens before.
+    """
+    why = "the text of a slice ends with a part of a character"
+    if is_cut or not before.token_ids or before.stage is Stage.REST:
+        raise _NotContinuable(WholeReason.BODY, why)
+    return Continues(replace(before, stage=Stage.REST), piece.usage, WholeReason.BODY, why)
 
 
 def _remove_repetition(piece: _Piece, text: str) -> _Piece:
@@ -314,8 +350,9 @@ def _count_kept_tokens(progress: Progress | None, piece: _Piece) -> int:
         return len(progress.token_ids)
     left = piece.usage.prompt_tokens - progress.prompt_tokens
     # Some servers count only tokens that are not in the prefix cache, so only a similar number is believed.
+    least = max(1, progress.tokens - progress.cut_tokens)
     most = progress.tokens + progress.uncounted_tokens
-    return left if progress.tokens / 2 <= left <= 2 * most + 16 else progress.tokens
+    return min(left, most) if least / 2 <= left <= 2 * most + 16 else progress.tokens
 
 
 def _join_token_ids(progress: Progress | None, piece: _Piece) -> tuple[int, ...]:
@@ -328,13 +365,13 @@ def _join_token_ids(progress: Progress | None, piece: _Piece) -> tuple[int, ...]
 
 
 def _find_stop(stop: tuple[str, ...], text: str, known_length: int) -> tuple[int, str] | None:
-    """Return where the text ends before the stop string that is complete first, and this string.
+    """Return where the text ends before a stop string across the end of the known text, and this string.
 
-    The servers look for stop strings in the text of one slice, so those across a boundary are found here.
+    The servers find those within the text of one slice.
     """
     best: tuple[int, int, str] | None = None
     for string in stop:
-        begin = text.find(string, max(0, known_length - len(string) + 1))
+        begin = text.find(string, max(0, known_length - len(string) + 1), known_length + len(string) - 1)
         if begin >= 0 and (best is None or begin + len(string) < best[0]):
             best = begin + len(string), begin, string
     return None if best is None else best[1:]
@@ -345,7 +382,7 @@ def _prepare_continuation(generation: Generation, joined: Progress, max_kept_byt
     text = joined.text
     if joined.token_ids:
         size = len(text) * 4 + _BYTES_PER_TOKEN_ID * (len(joined.token_ids) + len(joined.prompt_token_ids))
-        if not generation.is_chat and not text.endswith(REPLACEMENT) and size <= max_kept_bytes:
+        if not generation.is_chat and size <= max_kept_bytes:
             return joined
         if not isinstance(generation.prompt, str):
             why = "the prompt consists of token ids, and the tokens generated so far cannot be used"
@@ -359,7 +396,8 @@ def _prepare_continuation(generation: Generation, joined: Progress, max_kept_byt
             why = "the text begins with white space, which chat templates strip"
             raise _NotContinuable(WholeReason.BODY, why)
     stage = Stage.REST if len(text.encode(errors="replace")) > max_kept_bytes else joined.stage
-    return replace(joined, stage=stage, text=text, token_ids=(), prompt_token_ids=())
+    cut_tokens = len(joined.text[len(text) :].encode(errors="replace")) + _WITHHELD_TOKENS
+    return replace(joined, stage=stage, text=text, token_ids=(), prompt_token_ids=(), cut_tokens=cut_tokens)
 
 
 def _finish(
@@ -372,8 +410,8 @@ def _finish(
     else:
         choice["text"] = text
     choice["finish_reason"] = finish_reason
-    if stop is not None and "stop_reason" in choice:  # vLLM names the string there
-        choice["stop_reason"] = stop
+    if "stop_reason" in choice and (stop is not None or finish_reason != piece.finish_reason):
+        choice["stop_reason"] = stop  # vLLM names the string there
     for name in ("token_ids", "prompt_token_ids"):  # asked for by the dispatcher only
         choice.pop(name, None)
         answer.pop(name, None)

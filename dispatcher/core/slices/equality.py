@@ -142,7 +142,7 @@ class EqualityCheck:
         has_token_ids = self._progress is not None and bool(self._progress.token_ids)
         by_text = Continuation.REPEATED_TEXT if self._repeats_text else Continuation.TEXT
         self.continuation = Continuation.TOKEN_IDS if has_token_ids else by_text
-        self._kind = None
+        self._kind, self.why = None, ""
 
     def _end_round(self, why: str, reason: WholeReason | None) -> None:
         """Continue after slices that were not equal to the whole."""

@@ -54,6 +54,10 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
     """Model version that the slices were sent to, if the dispatcher chose it."""
     session_token: str = ""
     """Value of the header that sends the next slice to the same server."""
+    repeats_text: bool = False
+    """True if the answers of the server begin with the text of the slices before."""
+    cut_tokens: int = 0
+    """Largest number of `tokens` that were cut off at the end of the text, and are generated again."""
 
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dispatcher.core.gateway.outcome import Delivered
+from dispatcher.core.requests.request import SLICING_ATTRIBUTE, SLICING_OFF
 from dispatcher.core.sequences.turns import Session
 from dispatcher.core.slices.answers import Continues, Finished, SliceResult, Usage, interpret_answer
 from dispatcher.core.slices.bodies import build_slice_body, compute_slice_tokens, replace_body
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
 
 MAX_ATTEMPTS_AT_SERVER = 2
 """Number of failed attempts after which the next slice may go to any server."""
-DECLINED = "off"
-"""Value of the metadata attribute `slicing` by which a request is sent whole."""
 
 
 @dataclass(slots=True, eq=False)
@@ -109,9 +108,10 @@ class Slicer:
         """Plan how each request is sent."""
         for claimed in requests:
             stored = claimed.entry.lease.progress
+            progress = decode_progress(stored) if stored else None
             # While slicing is off, generations that began before are completed.
-            if self._options.is_on or stored:
-                self._plan_request(claimed, decode_progress(stored))
+            if self._options.is_on or progress is not None:
+                self._plan_request(claimed, progress)
 
     def _plan_request(self, claimed: ClaimedRequest, progress: Progress | None) -> None:
         request = claimed.request
@@ -131,8 +131,11 @@ class Slicer:
         template_options = generation.fields.get("chat_template_kwargs")
         key = path, request.version or generation.model, bytes(template_options or b"")
         support = self.support.get_support(key)
-        is_checked = self._options.skips_check or progress is not None or support.reason is None
-        if not is_checked and not self._is_check_due(key):
+        is_due = self._is_check_due(key)
+        # A model that was equal is checked again by one request, while the others are sliced.
+        is_equal = support.reason is None and not is_due
+        is_checked = self._options.skips_check or progress is not None or is_equal
+        if not is_checked and not is_due:
             self.whole_counts[support.reason or WholeReason.UNCHECKED] += 1
             return
         if is_checked and progress is None and not _can_continue(generation, support):
@@ -141,7 +144,7 @@ class Slicer:
         self._slices[claimed.entry.lease.token] = _Slice(generation, key, progress, is_checked)
 
     def _find_reason_before_parsing(self, request: Request) -> WholeReason | None:
-        if request.metadata.get("slicing") == DECLINED:
+        if request.metadata.get(SLICING_ATTRIBUTE) == SLICING_OFF:
             return WholeReason.DECLINED
         if self._is_merged(request):
             return WholeReason.MERGED
@@ -187,16 +190,13 @@ class Slicer:
         if not self._options.is_on:
             slice_tokens = generation.max_tokens
         else:
-            slice_tokens = self._choose_slice_tokens(support, is_continued=progress is not None)
+            slice_tokens = self._choose_slice_tokens(planned, support)
         planned.asked_tokens = compute_slice_tokens(generation, progress, slice_tokens)
-        wants_token_ids = (
-            support.continuation is Continuation.TOKEN_IDS if progress is None else bool(progress.token_ids)
-        )
         body = build_slice_body(
             generation,
             progress,
             planned.asked_tokens,
-            wants_token_ids=wants_token_ids,
+            wants_token_ids=self._uses_token_ids(planned),
             is_streamed=self._options.is_streamed,
         )
         planned.received = [] if self._options.is_streamed else None
@@ -204,14 +204,22 @@ class Slicer:
         session = self._build_session(request, progress, failed_attempts)
         return replace_body(request, body, session, planned.received)
 
-    def _choose_slice_tokens(self, support: ModelSupport, *, is_continued: bool) -> int:
+    def _choose_slice_tokens(self, planned: _Slice, support: ModelSupport) -> int:
         size = self._options.terms.slice_tokens
         if self._options.measures_size:
-            size = support.size.choose_tokens(is_continued=is_continued)
+            size = support.size.choose_tokens(is_continued=planned.progress is not None)
             if size == MEASURE_TOKENS:
                 return size
+        if planned.generation.seed is not None:  # the answer depends on where slices end
+            return size
         self._slice_number += 1
         return vary_tokens(size, self._slice_number, self._options.spread)
+
+    def _uses_token_ids(self, planned: _Slice) -> bool:
+        # Progress says it for itself: another process may have checked the model.
+        if planned.progress is not None:
+            return bool(planned.progress.token_ids)
+        return self.support.get_support(planned.key).continuation is Continuation.TOKEN_IDS
 
     def _send_whole(self, attempt: Attempt) -> Request:
         del self._slices[attempt.token]
@@ -316,13 +324,15 @@ class Slicer:
         if planned is None or not planned.asked_tokens or not isinstance(outcome, Delivered):
             return None
         body, is_complete = outcome.body, True
-        if planned.received is not None and (joined := join_events(body)) is not None:
+        joined = join_events(body) if planned.received is not None else None
+        if joined is not None:
             body, is_complete = joined
         interpreted = self._interpret(
             planned, outcome.status, body, request.version, result.sticky_token, is_cut=not is_complete
         )
         if not isinstance(interpreted, Continues | Finished):
-            return None
+            # The request did not ask for a stream.
+            return Finished(body, 1, 0, None) if joined is not None else None
         usage = interpreted.usage
         if usage is not None:
             self.generated_tokens += usage.completion_tokens
@@ -347,8 +357,7 @@ class Slicer:
         planned = self._slices.get(token)
         if planned is None or not planned.received or not planned.asked_tokens:
             return None
-        has_token_ids = self.support.get_support(planned.key).continuation is Continuation.TOKEN_IDS
-        if planned.generation.stop and has_token_ids:
+        if planned.generation.stop and self._uses_token_ids(planned):
             # Servers hold back text that may begin a stop string, but not its tokens.
             return None
         joined = join_events(b"".join(planned.received))

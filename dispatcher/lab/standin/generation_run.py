@@ -38,6 +38,8 @@ class GenerationRun:
             return 0
         passed_s = asyncio.get_running_loop().time() - self._started_at
         count = self.answer.count_tokens(min(1.0, passed_s / self._seconds) if self._seconds > 0 else 1.0)
+        if self.stream is not None:
+            count = self.stream.limit_tokens(count)
         self._record_tokens(count)
         return count
 
@@ -79,6 +81,14 @@ class EventStream:
         self._timer: asyncio.TimerHandle | None = None
         self._started_at = 0.0
         self._seconds = 0.0
+
+    def limit_tokens(self, count: int) -> int:
+        """Return the number of generated tokens that is nearest to `count` and agrees with the events that
+        were sent, because timers may be early or late."""
+        events, sent = self._events, self._sent
+        least = events[sent - 1].tokens if sent else 0
+        most = events[sent].tokens - 1 if sent < len(events) else self._answer.token_count
+        return max(least, min(count, most))
 
     def start(self, seconds: float) -> None:
         """Send the head, and then each event within these seconds."""

@@ -78,6 +78,14 @@ def test_body_is_kept_byte_for_byte() -> None:
     assert parse_valid_line(text) == BatchLine("a", "/v1/completions", body)
 
 
+@pytest.mark.parametrize(
+    ("written", "slicing"), [({}, True), ({"slicing": True}, True), ({"slicing": False}, False)]
+)
+@pytest.mark.parametrize("unknown", [{}, {"note": 1}])
+def test_line_can_decline_slicing(written: dict[str, bool], slicing: bool, unknown: dict[str, int]) -> None:
+    assert parse_valid_line(make_changed_line(**written, **unknown)).slicing is slicing
+
+
 def test_unknown_fields_are_reported_and_not_a_fault() -> None:
     found = parse_valid_line(make_changed_line(priority="low", urll="/v1/x", params={}))
     assert found.unknown_fields == ("priority", "urll", "params")
@@ -257,12 +265,34 @@ def test_error_line_has_the_last_answer_of_the_request() -> None:
     assert record["error"] == {"code": "retries_exhausted", "message": "no"}
 
 
-@given(st.text(), st.text(), st.sampled_from([None, 200, 500]), st.none() | st.text())
+def test_answer_in_slices_has_the_line_of_an_answer_from_one_call() -> None:
+    text = json.dumps(CHAT_ANSWER)
+    sliced = PoppedResult("f-1", text, 200, slices=5, cached_tokens=700)
+    assert build_answer_line("f-1", "m", sliced) == build_answer_line(
+        "f-1", "m", PoppedResult("f-1", text, 200)
+    )
+
+
+def test_error_line_has_the_partial_answer_of_the_request() -> None:
+    failed = PoppedResult(
+        "f-1", json.dumps(CHAT_ANSWER), None, ErrorCode.DEADLINE_EXCEEDED, "late", partial=True
+    )
+    out = build_answer_line("f-1", "m", failed)
+    record = json.loads(out.text)
+    assert (out.is_answer, record["response"], record["partial"]) == (False, None, CHAT_ANSWER)
+    assert record["error"] == {"code": "batch_expired", "message": "late"}
+
+
+@given(
+    st.text(), st.text(), st.sampled_from([None, 200, 500]), st.none() | st.text(), st.none() | st.booleans()
+)
 def test_every_result_is_one_line_of_json(
-    custom_id: str, payload: str, status: int | None, code: str | None
+    custom_id: str, payload: str, status: int | None, code: str | None, partial: bool | None
 ) -> None:
     out = build_answer_line(
-        "f-1", custom_id.encode(errors="replace").decode(), PoppedResult("f-1", payload, status, code)
+        "f-1",
+        custom_id.encode(errors="replace").decode(),
+        PoppedResult("f-1", payload, status, code, partial=partial),
     )
     assert out.text.index(b"\n") == len(out.text) - 1
     assert json.loads(out.text)["custom_id"] == custom_id.encode(errors="replace").decode()

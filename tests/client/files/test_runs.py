@@ -88,6 +88,37 @@ async def test_lines_are_sent_in_the_order_of_the_input_without_groups(
     assert [int(each.rpartition("-")[2]) for each in fake_dispatcher.answered] == list(range(1, 31))
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {"c-0": {"userid": "a"}, "c-1": {"userid": "a", "slicing": "off"}}),
+        (
+            {"slicing": False},
+            {"c-0": {"userid": "a", "slicing": "off"}, "c-1": {"userid": "a", "slicing": "off"}},
+        ),
+    ],
+)
+async def test_line_or_run_can_decline_slicing(
+    one_redis: Server,
+    fake_dispatcher: FakeDispatcher,
+    paths: FilePaths,
+    options: dict[str, bool],
+    expected: dict[str, dict[str, str]],
+) -> None:
+    declined = make_line("c-1")[:-1] + b', "slicing": false}'
+    write_lines(get_source_path(paths), make_line("c-0"), declined)
+    seen: dict[str, dict[str, str]] = {}
+
+    def record_metadata(request: Request) -> bytes:
+        custom_id = json.loads(request.payload)["messages"][-1]["content"].removeprefix("question ")
+        seen[custom_id] = dict(request.metadata)
+        return echo(request)
+
+    async with fake_dispatcher.answer_continuously(record_metadata):
+        await run_batch_file(one_redis, paths, metadata={"userid": "a"}, **options)
+    assert seen == expected
+
+
 def fail_every_seventh(request: Request) -> bytes:
     """Answer each request, but fail every seventh."""
     number = int(request.id.rpartition("-")[2])

@@ -10,23 +10,28 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace as replace_config
 
-from dispatcher.core.gateway.outcome import Evicted, Failed, FailureKind, Outcome, RetryPolicy
-from dispatcher.core.limit.budget import Reading, Signal
+from dispatcher.core.gateway.outcome import Delivered, Evicted, Failed, FailureKind, Outcome, RetryPolicy
+from dispatcher.core.limit.budget import Policy, Reading, Signal
 from dispatcher.core.limit.poll import Poll
 from dispatcher.core.models.availability import ModelTerms, WhenNotServed
 from dispatcher.core.models.version_template import VersionTemplate
 from dispatcher.core.models.versions import FamilyTerms
-from dispatcher.core.requests.request import encode_member
+from dispatcher.core.requests.request import Request, encode_member
 from dispatcher.core.requests.result import PoppedResult, decode_result
+from dispatcher.core.requests.score import compute_score
 from dispatcher.core.slices.eligibility import SliceTerms, WholeReason
+from dispatcher.core.slices.support import EQUAL_S, SupportTable
 from dispatcher.dispatch import Options
 from dispatcher.dispatch.options import FamilyOptions, SliceOptions, VersionOptions
+from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.lab.standin.generation_api import GenerationConfig
-from dispatcher.ports import Submission
+from dispatcher.ports import AttemptResult, Release, Submission
 from tests.dispatch.model_scene import update_listings
 from tests.dispatch.scene import Scene, run_in_scene
 from tests.dispatch.slices.generation_gateway import GenerationGateway, generate_whole
+from tests.queue.factories import claim
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
@@ -78,6 +83,20 @@ async def wait_for_calls(gateway: GenerationGateway, max_tokens: int, count: int
             return
         await asyncio.sleep(0.001)
     raise AssertionError("the calls have not come")
+
+
+class RepeatingGateway(GenerationGateway):
+    """Servers whose answers to a continued message begin with all of the message so far."""
+
+    async def forward(self, request: Request, **options: Any) -> AttemptResult:
+        result = await super().forward(request, **options)
+        asked = msgspec.json.decode(request.payload)
+        if not asked.get("continue_final_message") or not isinstance(result.outcome, Delivered):
+            return result
+        answer = msgspec.json.decode(result.outcome.body)
+        message = answer["choices"][0]["message"]
+        message["content"] = asked["messages"][-1]["content"] + message["content"]
+        return result.copy_with(outcome=Delivered(200, msgspec.json.encode(answer)))
 
 
 def summarize(body: str | bytes) -> tuple[Any, ...]:
@@ -135,6 +154,18 @@ def test_slices_of_a_request_differ_in_size() -> None:
     assert max(sizes) <= 30
 
 
+def test_slices_of_a_seeded_request_are_equal_so_that_its_answer_is_reproducible() -> None:
+    options = build_options(spread=0.5, skips_check=True)
+    terms = replace(options.slicing.terms, allow_seed=True)
+    _, gateway, _ = run_one(
+        COMPLETION,
+        build_payload(COMPLETION, seed=7, temperature=1.0),
+        GenerationConfig(end_probability=0.0),
+        replace(options, slicing=replace(options.slicing, terms=terms)),
+    )
+    assert {call.max_tokens for call in gateway.calls[:-1]} == {20}
+
+
 def test_model_is_checked_once_before_its_first_slice() -> None:
     gateway = GenerationGateway(GenerationConfig(end_probability=0.0))
 
@@ -147,6 +178,39 @@ def test_model_is_checked_once_before_its_first_slice() -> None:
         await submit(scene, COMPLETION, build_payload(COMPLETION, 2), "r-2")
         await wait_for_results(scene, 1)
         assert [call.max_tokens for call in gateway.calls[calls:]] == [20] * 5
+
+    run_in_scene(check, gateway, build_options())
+
+
+def test_equal_model_is_checked_again_after_some_time() -> None:
+    gateway = GenerationGateway(GenerationConfig(end_probability=0.0))
+
+    async def check(scene: Scene) -> None:
+        await submit(scene, CHAT, build_payload(CHAT))
+        await wait_for_results(scene, 1)
+        (support,) = (support for _, support in scene.dispatcher.slicer.support)
+        support.check_at -= EQUAL_S
+        gateway.config = replace_config(gateway.config, ignores_continue=True)
+        await submit(scene, CHAT, build_payload(CHAT, 2), "r-2")
+        result = (await wait_for_results(scene, 1))["r-2"]
+        assert result.slices is None, "the server was replaced by one that cannot continue a message"
+        assert support.reason is WholeReason.UNEQUAL
+
+    run_in_scene(check, gateway, build_options())
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+def test_process_that_has_not_checked_a_model_continues_generations_of_another(path: str) -> None:
+    gateway = RepeatingGateway(GenerationConfig(end_probability=0.0))
+    payload = build_payload(path)
+
+    async def check(scene: Scene) -> None:
+        await submit(scene, path, payload)
+        await wait_for_calls(gateway, 20, 2)
+        scene.dispatcher.slicer.support = SupportTable()  # as in a process that has just started
+        result = (await wait_for_results(scene, 1))["r-1"]
+        assert summarize(result.payload) == summarize(generate_whole(path, payload, gateway.config))
+        assert result.slices is not None
 
     run_in_scene(check, gateway, build_options())
 
@@ -273,6 +337,79 @@ def test_expired_request_returns_what_was_generated() -> None:
         assert text
         assert whole[0].startswith(text)
         assert finish_reason is None
+
+    run_in_scene(check, gateway, build_options())
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+def test_request_with_an_unknown_field_is_sent_whole(path: str) -> None:
+    _, gateway, scene = run_one(path, build_payload(path, new_field=1), GenerationConfig(end_probability=0.0))
+    assert scene.dispatcher.slicer.whole_counts == {WholeReason.FIELD: 1}
+    assert [call.max_tokens for call in gateway.calls] == [100], "the model is not even checked"
+
+
+def test_generation_beyond_the_kept_bytes_goes_on_in_one_call() -> None:
+    payload = build_payload(COMPLETION, max_tokens=400)
+    result, gateway, scene = run_one(
+        COMPLETION, payload, GenerationConfig(end_probability=0.0), build_options(max_kept_bytes=100)
+    )
+    assert summarize(result.payload) == summarize(
+        generate_whole(COMPLETION, payload, GenerationConfig(end_probability=0.0))
+    )
+    assert scene.dispatcher.slicer.whole_counts == {WholeReason.TOO_LARGE: 1}
+    *slices, rest = [call.max_tokens for call in gateway.calls[4:]]
+    assert set(slices) == {20}
+    assert rest >= 200
+
+
+def test_no_further_request_is_sliced_while_many_wait() -> None:
+    gateway = GenerationGateway(GenerationConfig(end_probability=0.0), token_s=0.5)
+
+    async def check(scene: Scene) -> None:
+        scene.limiter.set_policy(Policy(max_sys=10, max_age_s=1e6, max_in_flight=1), 2.0)
+        await submit_with_priority(scene, "low", 9)
+        await wait_for_calls(gateway, 20, 1)
+        # Both run before the next slice of the first request. The second one takes so long that the number of
+        # requests that wait for their next slice is known when the third one is claimed.
+        await submit_with_priority(scene, "long", 0, metadata={"slicing": "off"})
+        await submit_with_priority(scene, "further", 1)
+        results = await wait_for_results(scene, 3)
+        assert {name: result.slices for name, result in results.items()} == {
+            "low": 5,
+            "long": None,
+            "further": None,
+        }
+        assert scene.dispatcher.slicer.whole_counts == {
+            WholeReason.DECLINED: 1,
+            WholeReason.TOO_MANY_STARTED: 1,
+        }
+
+    run_in_scene(check, gateway, build_options(max_started=1))
+
+
+async def submit_with_priority(scene: Scene, name: str, priority: int, **fields: Any) -> None:
+    deadline = 10**6
+    payload = build_payload(COMPLETION)
+    member = encode_member(name, payload, deadline, token="t", endpoint=COMPLETION, **fields)
+    score = compute_score(deadline, priority)
+    await scene.store.submit([Submission(member, score, name, "t", deadline)])
+
+
+@pytest.mark.parametrize("stored", [b"\xff", b"\x91\xa4none", b"\x93\xa6slices\xa1x\xa1y", b"\x91" * 5000])
+def test_unreadable_progress_starts_the_generation_again(stored: bytes) -> None:
+    gateway = GenerationGateway(GenerationConfig(end_probability=0.0))
+    payload = build_payload(COMPLETION)
+
+    async def check(scene: Scene) -> None:
+        await submit(scene, COMPLETION, payload)
+        other_owner = MemoryQueue(scene.store, "b")
+        (lease,) = (await claim(other_owner)).leases
+        await other_owner.release([Release(lease, progress=stored)])
+        result = (await wait_for_results(scene, 1))["r-1"]
+        assert summarize(result.payload) == summarize(
+            generate_whole(COMPLETION, payload, GenerationConfig(end_probability=0.0))
+        )
+        assert result.slices == 5
 
     run_in_scene(check, gateway, build_options())
 
