@@ -14,6 +14,7 @@ import pytest
 import redis
 
 from dispatcher.queue.embedded import running_url
+from tests.paths import ROOT
 from tests.scenarios.processes import START_TIMEOUT_S, Dispatcher, Producer, Stage, World, assert_stays_true
 from tests.support import require_tool, wait_until_sync
 
@@ -262,7 +263,7 @@ def test_requests_claimed_before_the_process_stopped_are_not_sent_when_it_resume
     settings = stage.settings(world, queue={"lease_s": 5, "owner_timeout_s": 1})
     trigger_file = tmp_path / "stop"
     (tmp_path / "sitecustomize.py").write_text(STOP_BEFORE_SEND.format(trigger_file=str(trigger_file)))
-    stopped_replica = stage.dispatcher(settings, command_prefix=("env", f"PYTHONPATH={tmp_path}"))
+    stopped_replica = stage.dispatcher(settings, command_prefix=("env", f"PYTHONPATH={tmp_path}:{ROOT}"))
     stage.producer.submit(3)
     stage.producer.wait_for_all()
     world.control(seconds=3.0)
