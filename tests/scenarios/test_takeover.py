@@ -182,6 +182,7 @@ def test_requests_of_a_killed_replica_run_again_on_the_other(
     assert world.observed()["gateway"]["batch"]["peak"] <= LIMIT + 1
 
 
+@pytest.mark.first
 def test_requests_of_a_stalled_replica_count_while_they_run_and_are_aborted_when_it_resumes(
     stage: Stage,
 ) -> None:
