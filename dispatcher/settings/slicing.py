@@ -19,7 +19,7 @@ class SlicingSettings(Section):
     """
 
     mode: Literal["off", "auto", "on"] = Field(
-        "off",
+        "auto",
         description="`on`: long generations are sent in slices, on models that were checked to return the "
         "same text in slices. `auto`: the same, unless the model servers do not keep the beginning of a "
         "generation in their prefix cache. `off`: each request is sent in one call.",
