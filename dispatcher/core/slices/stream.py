@@ -16,7 +16,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class _Delta(msgspec.Struct):
-    """Part of an event that adds to the message of a chat."""
+    """Part of a chat message in an event."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -24,7 +24,7 @@ class _Delta(msgspec.Struct):
 
 
 class _Part(msgspec.Struct):
-    """Part of an event that adds to the answer."""
+    """Part of the answer in an event."""
 
     text: str | None = None
     delta: _Delta | None = None
