@@ -129,7 +129,7 @@ SEQUENCE = {
         "began_at",
         "last_active_at",
     ),
-    *("gap_since", "sticky", "carry_bytes", "cause"),
+    *("gap_since", "sticky", "carry_bytes", "cause", "match"),
 }
 STATUS = {
     *("queue", "pending", "leased", "delayed", "dead", "paused", "queue_problem", "dispatcher"),
