@@ -278,7 +278,8 @@ def _join_piece(
         why = "a slice has added no text from which the next could go on"
         if not continuable.text or before.stage is Stage.REST:
             raise _NotContinuable(WholeReason.BODY, why)
-        return Continues(replace(continuable, stage=Stage.REST), piece.usage, WholeReason.BODY, why)
+        rest = replace(continuable, stage=Stage.REST, tokens=kept_tokens, cut_tokens=before.cut_tokens)
+        return Continues(rest, piece.usage, WholeReason.BODY, why)
     if progress is not None and not piece.usage.prompt_tokens:  # what was cut before is not known either
         continuable = replace(continuable, cut_tokens=continuable.cut_tokens + progress.cut_tokens)
     return Continues(continuable, piece.usage)
