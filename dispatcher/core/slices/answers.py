@@ -213,7 +213,10 @@ def _read_piece(body: bytes, *, is_chat: bool) -> _Piece:
 
 
 def _read_token_ids(ids: Any) -> tuple[int, ...]:
-    return tuple(ids) if isinstance(ids, list) and all(type(token) is int for token in ids) else ()
+    try:
+        return msgspec.convert(ids, tuple[int, ...]) if isinstance(ids, list) else ()
+    except msgspec.ValidationError:
+        return ()
 
 
 def _join_piece(
