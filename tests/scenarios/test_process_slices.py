@@ -10,6 +10,7 @@ import random
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -76,10 +77,13 @@ class SlicedRun:
             slicing=self._build_slicing(self.case.sizes[0]),
         )
         self.dispatchers = [self.stage.dispatcher(settings) for _ in range(2)]
-        for dispatcher in self.dispatchers:
-            wait_until_sync(lambda d=dispatcher: self._is_checked(d), 30, what="the check of the model")
+        self._wait_for_checks()
         if self.case.cut_share:
             self.world.control(gateway={"answer": {"kind": "cut"}, "share": self.case.cut_share})
+
+    def _wait_for_checks(self) -> None:
+        for dispatcher in self.dispatchers:
+            wait_until_sync(partial(self._is_checked, dispatcher), 30, what="the check of the model")
 
     def _is_checked(self, dispatcher: Dispatcher) -> bool:
         """Return True if the dispatcher slices requests of all paths, else submit more."""
@@ -104,6 +108,7 @@ class SlicedRun:
             if number:
                 for dispatcher in self.dispatchers:
                     dispatcher.reconfigure(slicing=self._build_slicing(size))
+                self._wait_for_checks()
             self._submit_requests(self.case.requests, size)
             self._disturb_until_answered()
 
@@ -214,12 +219,12 @@ long = (pytest.mark.long, pytest.mark.timeout(1800))
         pytest.param(Case((30, 7), 30, is_streamed=False, kills=1, evicts=True, cut_share=0.05), id="plain"),
         pytest.param(Case((30,), 60, is_streamed=True, kills=2, evicts=True, cut_share=0.05), id="streams"),
         pytest.param(
-            Case(LONG_SIZES, 100, is_streamed=False, kills=3, evicts=True, cut_share=0.05),
+            Case(LONG_SIZES, 100, is_streamed=False, kills=2, evicts=True, cut_share=0.05),
             id="plain-long",
             marks=long,
         ),
         pytest.param(
-            Case(LONG_SIZES, 100, is_streamed=True, kills=3, evicts=True, cut_share=0.05),
+            Case(LONG_SIZES, 100, is_streamed=True, kills=2, evicts=True, cut_share=0.05),
             id="streams-long",
             marks=long,
         ),

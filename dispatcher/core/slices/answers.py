@@ -217,7 +217,10 @@ def _read_piece(body: bytes, *, is_chat: bool) -> _Piece:
 
 
 def _read_token_ids(ids: Any) -> tuple[int, ...]:
-    return tuple(ids) if isinstance(ids, list) and all(type(token) is int for token in ids) else ()
+    try:
+        return msgspec.convert(ids, tuple[int, ...]) if isinstance(ids, list) else ()
+    except msgspec.ValidationError:
+        return ()
 
 
 def _join_piece(
@@ -283,7 +286,8 @@ def _join_piece(
         why = "a slice has added no text from which the next could go on"
         if not continuable.text or before.stage is Stage.REST:
             raise _NotContinuable(WholeReason.BODY, why)
-        return Continues(replace(continuable, stage=Stage.REST), piece.usage, WholeReason.BODY, why)
+        rest = replace(continuable, stage=Stage.REST, tokens=kept_tokens, cut_tokens=before.cut_tokens)
+        return Continues(rest, piece.usage, WholeReason.BODY, why)
     if progress is not None and not piece.usage.prompt_tokens:  # what was cut before is not known either
         continuable = replace(continuable, cut_tokens=continuable.cut_tokens + progress.cut_tokens)
     return Continues(continuable, piece.usage)

@@ -30,6 +30,18 @@ class _Part(msgspec.Struct):
     delta: _Delta | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+
+class _Event(msgspec.Struct):
+    """An event. Errors have no choices."""
+
+    choices: list[_Part]
+    usage: dict[str, Any] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+_decode_event = msgspec.json.Decoder(_Event).decode
 
 
 def join_events(received: bytes) -> tuple[bytes, bool] | None:
@@ -48,12 +60,9 @@ def join_events(received: bytes) -> tuple[bytes, bool] | None:
             answer.is_done = True
             break
         try:
-            event = _decode(data)
-            if "choices" not in event:  # an error
-                break
-            answer.add_event(event)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError, TypeError):
-            break  # what comes after it may depend on it
+            answer.add_event(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            break  # an error, or what comes after it may depend on it
     return answer.build() if answer.fields else None
 
 
@@ -71,29 +80,33 @@ class _Answer:
         self._token_ids: list[int] = []
         self._prompt_ids: list[int] = []
         self._text_events = 0
-        self._usage: Any = None
+        self._usage: dict[str, Any] | None = None
 
-    def add_event(self, event: dict[str, Any]) -> None:
+    def add_event(self, data: bytes) -> None:
         """Add an event. Nothing is added if it raises an exception, because the event is malformed."""
-        part = event["choices"][0] if event["choices"] else None
-        added = msgspec.convert(part or {}, _Part)
-        prompt_ids = added.prompt_token_ids or _convert_ids(event.get("prompt_token_ids"))
-        self._prompt_ids = self._prompt_ids or prompt_ids
-        self.fields = {**event, **self.fields}
-        self._usage = event.get("usage") or self._usage
+        event = _decode_event(data)
+        part = event.choices[0] if event.choices else None
+        if not self.fields or part is None or part.finish_reason is not None:
+            # Most events add only text, so the names of all their fields are not looked at.
+            fields = _decode(data)
+            self.fields = {**fields, **self.fields}
+            self._choice |= fields["choices"][0] if part is not None else {}
+        self._usage = event.usage or self._usage
+        self._prompt_ids = self._prompt_ids or event.prompt_token_ids or []
         if part is None:
             return
-        delta = added.delta
-        content = added.text if delta is None else delta.content
-        self._choice |= {name: value for name, value in part.items() if name not in _JOINED_FIELDS}
+        self._prompt_ids = self._prompt_ids or part.prompt_token_ids or []
+        delta = part.delta
+        content = part.text if delta is None else delta.content
         self._text.append(content or "")
         self._text_events += bool(content)
         if delta is not None:
             self._reasoning.append(delta.reasoning_content or delta.reasoning or "")
-        self._token_ids += added.token_ids or []
+        self._token_ids += part.token_ids or []
 
     def build(self) -> tuple[bytes, bool]:
-        answer, choice = self.fields, self._choice
+        answer = self.fields
+        choice = {name: value for name, value in self._choice.items() if name not in _JOINED_FIELDS}
         # The number of tokens comes after the text, if the server says it.
         has_end = self._usage is not None or self.is_done
         is_complete = choice.get("finish_reason") is not None and has_end
@@ -114,7 +127,3 @@ class _Answer:
             "completion_tokens": len(self._token_ids) or self._text_events,
         }
         return _encode(answer), is_complete
-
-
-def _convert_ids(ids: Any) -> list[int]:
-    return msgspec.convert(ids or [], list[int])

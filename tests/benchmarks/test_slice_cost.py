@@ -1,0 +1,163 @@
+"""Cost of slices: a slice, compared with a plain request of the same size, and requests that are not sliced.
+
+One dispatcher runs both alternately. A plain request asks for as many tokens as a slice. The test checks the
+CPU of dispatcher and queue server for each call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import cProfile
+import pstats
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from dispatcher.core.gateway.outcome import RetryPolicy
+from dispatcher.core.requests.request import encode_member
+from dispatcher.dispatch import Options
+from dispatcher.ports import Submission
+from tests.benchmarks.process_costs import make_stage, read_cpu_s
+from tests.cost_comparison import compare_costs
+from tests.dispatch.scene import AnsweringGateway, Scene, run_in_scene
+from tests.scenarios.processes import Stage
+from tests.support import wait_until_sync
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+LIMIT = 32
+SLICE_TOKENS, SLICES = 128, 8
+PROMPT = "x" * 250
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    with make_stage(tmp_path) as stage:
+        yield stage
+
+
+class SliceBenchmark:
+    """One dispatcher, which runs the same number of calls repeatedly."""
+
+    def __init__(self, stage: Stage, path: str, calls: int, *, is_streamed: bool) -> None:
+        world = stage.world(generation='{"end_probability":0}', slots=4 * LIMIT, seconds=0.05)
+        settings = stage.settings(
+            world,
+            max_sys=4 * LIMIT,
+            budget={"max_in_flight": LIMIT},
+            queue={"lease_s": 60},
+            slicing={"mode": "on", "tokens": SLICE_TOKENS, "stream": is_streamed, "revoke": "off"},
+        )
+        self.path, self.calls = path, calls
+        self.dispatcher = stage.dispatcher(settings)
+        self.dispatcher.wait_for(limit=LIMIT)
+        self.producer = stage.producer
+        self.server_pid = int(stage.producer.client.info("server")["process_id"])
+        self.run_count = 0
+
+    def run(self, *, in_slices: bool) -> tuple[float, float]:
+        """Return the CPU seconds of dispatcher and queue server for each call."""
+        self.run_count += 1
+        deadline, client = int(time.time()) + 3600, self.producer.client
+        tokens, count = (
+            (SLICES * SLICE_TOKENS, self.calls // SLICES) if in_slices else (SLICE_TOKENS, self.calls)
+        )
+        members = {}
+        for number in range(count):
+            text = f"{PROMPT} {self.run_count}-{number}:"
+            content: dict[str, Any] = (
+                {"messages": [{"role": "user", "content": text}]} if self.path == CHAT else {"prompt": text}
+            )
+            payload = msgspec.json.encode({"model": "m", "max_tokens": tokens, "temperature": 0, **content})
+            member = encode_member(f"{self.run_count}-{number}", payload, deadline, endpoint=self.path)
+            members[member] = float(deadline)
+        pids = (self.dispatcher.child.pid, self.server_pid)
+        before = [read_cpu_s(pid) for pid in pids]
+        self.producer.add_members(members)
+        wait_until_sync(
+            lambda: client.llen(self.producer.names.result_list) >= count,
+            60,
+            what="all results",
+            every_s=0.02,
+        )
+        own_s, server_s = (read_cpu_s(pid) - used for pid, used in zip(pids, before, strict=True))
+        self.producer.collect()
+        slices = self.dispatcher.status()["slices"] if in_slices else {}
+        assert slices.get("restarted", 0) == 0
+        return own_s / self.calls, server_s / self.calls
+
+    def wait_for_check(self) -> None:
+        """Run requests until the model has been checked."""
+
+        def is_checked() -> bool:
+            models = self.dispatcher.status()["sliced_models"]
+            if any(not model["whole_reason"] for model in models):
+                return True
+            self.run(in_slices=True)
+            return False
+
+        wait_until_sync(is_checked, 60, what="the check of the model")
+
+
+@pytest.mark.parametrize(
+    ("path", "is_streamed", "calls", "pairs", "max_ratio"),
+    [
+        pytest.param(COMPLETION, False, 640, 4, 2.0, id="completions"),
+        *(
+            pytest.param(
+                path, is_streamed, 640, 4, 2.0, id=id_, marks=[pytest.mark.long, pytest.mark.timeout(900)]
+            )
+            for path, is_streamed, id_ in (
+                (COMPLETION, False, "completions-long"),
+                (CHAT, False, "chats-long"),
+                (COMPLETION, True, "streams-long"),
+            )
+        ),
+    ],
+)
+async def test_slice_costs_little_more_than_a_plain_request(
+    stage: Stage, path: str, is_streamed: bool, calls: int, pairs: int, max_ratio: float
+) -> None:
+    benchmark = SliceBenchmark(stage, path, calls, is_streamed=is_streamed)
+    benchmark.wait_for_check()
+    costs: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+
+    def measure(*, in_slices: bool) -> float:
+        costs[in_slices].append(benchmark.run(in_slices=in_slices))
+        return sum(costs[in_slices][-1])
+
+    comparison = await compare_costs(lambda: measure(in_slices=True), lambda: measure(in_slices=False), pairs)
+    for name, runs in (("slice", costs[True][1:]), ("plain request", costs[False][1:])):
+        own_s, server_s = (statistics.median(values) for values in zip(*runs, strict=True))
+        print(f"{path}: {name}: {own_s * 1e6:.0f} µs, of the queue server {server_s * 1e6:.0f} µs")
+    print(f"{path}: a slice has {comparison.ratio:.2f} × the cost of a plain request")
+    assert benchmark.producer.count_results().keys() == {"200"}
+    sliced = [results[0] for results in benchmark.producer.results.values() if results[0].get("slices")]
+    assert {result["slices"] for result in sliced} <= {SLICES, SLICES + 1}
+    assert len(sliced) >= pairs * calls // SLICES
+    assert comparison.ratio <= max_ratio
+
+
+def test_requests_cost_four_calls_of_the_stage_if_slicing_is_off() -> None:
+    """Function calls, which unlike seconds are the same on every machine."""
+    requests = 500
+    profile = cProfile.Profile()
+
+    async def check(scene: Scene) -> None:
+        deadline = int(asyncio.get_running_loop().time()) + 10**6
+        members = [encode_member(f"r-{n}", b'{"max_tokens":5000}', deadline) for n in range(requests)]
+        with profile:
+            await scene.store.submit([Submission(member, float(deadline)) for member in members])
+            while sum(map(len, scene.store.result_lists.values())) < requests:  # noqa: ASYNC110 -- in virtual time
+                await asyncio.sleep(0.1)
+
+    run_in_scene(check, AnsweringGateway(), Options(RetryPolicy()))
+    stats: dict[tuple[str, int, str], tuple[int, ...]] = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    calls = {name: figures[1] for (file, _, name), figures in stats.items() if "/slices/" in file}
+    print({name: round(count / requests, 2) for name, count in calls.items()})
+    assert calls["interpret_outcome"] == requests
+    assert sum(calls.values()) <= 4 * requests
