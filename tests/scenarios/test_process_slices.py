@@ -77,21 +77,21 @@ class SlicedRun:
             slicing=self._build_slicing(self.case.sizes[0]),
         )
         self.dispatchers = [self.stage.dispatcher(settings) for _ in range(2)]
-        self._wait_for_checks()
+        self._wait_for_checks(self.case.sizes[0])
         if self.case.cut_share:
             self.world.control(gateway={"answer": {"kind": "cut"}, "share": self.case.cut_share})
 
-    def _wait_for_checks(self) -> None:
+    def _wait_for_checks(self, size: int) -> None:
         for dispatcher in self.dispatchers:
-            wait_until_sync(partial(self._is_checked, dispatcher), 30, what="the check of the model")
+            wait_until_sync(partial(self._is_checked, dispatcher, size), 30, what="the check of the model")
 
-    def _is_checked(self, dispatcher: Dispatcher) -> bool:
+    def _is_checked(self, dispatcher: Dispatcher, size: int) -> bool:
         """Return True if the dispatcher slices requests of all paths, else submit more."""
         models = dispatcher.status()["sliced_models"]
         if {model["path"] for model in models if not model["whole_reason"]} == set(self.case.paths):
             return True
         if self.stage.producer.collect().keys() >= self.payloads.keys():
-            self._submit_requests(4, self.case.sizes[0])
+            self._submit_requests(4, size)
         return False
 
     def _build_slicing(self, size: int) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class SlicedRun:
             if number:
                 for dispatcher in self.dispatchers:
                     dispatcher.reconfigure(slicing=self._build_slicing(size))
-                self._wait_for_checks()
+                self._wait_for_checks(size)
             self._submit_requests(self.case.requests, size)
             self._disturb_until_answered()
 

@@ -62,7 +62,13 @@ def build_chat(
 
 
 def make_progress(text: str = "one", stage: Stage = Stage.SLICES, **fields: Any) -> Progress:
-    defaults = {"slices": 1, "tokens": 10, "prompt_tokens": 5, "response_id": "first", "created": 3}
+    defaults: dict[str, Any] = {
+        "slices": 1,
+        "tokens": 10,
+        "prompt_tokens": 5,
+        "response_id": "first",
+        "created": 3,
+    }
     return Progress(stage, text=text, **(defaults | fields))
 
 

@@ -58,7 +58,7 @@ class TestTokens:
 
 
 def test_first_slice_differs_from_the_request_only_in_its_length() -> None:
-    fields = {"temperature": 0.5, "stop": ["a"], "metadata": {"a": [1]}, "seed": 7}
+    fields: dict[str, Any] = {"temperature": 0.5, "stop": ["a"], "metadata": {"a": [1]}, "seed": 7}
     body = build(make_generation(**fields))
     assert body == {"model": "m", "prompt": "text ", "max_tokens": 50, **fields}
 

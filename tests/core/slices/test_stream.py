@@ -157,7 +157,7 @@ def test_stream_that_is_cut_at_any_byte_has_the_beginning_of_the_text(path: str,
     body = msgspec.json.encode({"return_token_ids": True, **fields, **content})
     generated = parse_request(body, is_chat=path == CHAT, config=config).generate_answer(0)
     received = encode_events(*(event.data for event in generated.build_events("a", 1)))
-    whole, lengths = generated.generation.text, []
+    whole, lengths, joined = generated.generation.text, list[int](), None
     for end in range(len(received) + 1):
         joined = join_events(received[:end])
         if joined is None:

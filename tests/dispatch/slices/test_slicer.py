@@ -511,3 +511,37 @@ def test_random_requests_cut_everywhere_have_the_answers_of_single_calls() -> No
     differing, sliced = zip(*(run_random_requests(source) for _ in range(40)), strict=True)
     assert sum(differing) == 0
     assert sum(sliced) > 70
+
+
+def test_model_that_was_equal_is_checked_again_after_some_hours() -> None:
+    gateway = GenerationGateway(GenerationConfig(end_probability=0.0))
+
+    async def check(scene: Scene) -> None:
+        await submit(scene, CHAT, build_payload(CHAT))
+        assert (await wait_for_results(scene, 1))["r-1"].slices
+        # The servers are replaced by others.
+        gateway.config = GenerationConfig(end_probability=0.0, ignores_continue=True)
+        await asyncio.sleep(EQUAL_S)
+        await submit(scene, CHAT, build_payload(CHAT, 2), "r-2")
+        assert (await wait_for_results(scene, 1))["r-2"].slices is None
+
+    run_in_scene(check, gateway, build_options())
+
+
+def test_streamed_answer_that_is_not_joined_is_no_stream_for_the_consumer() -> None:
+    gateway = GenerationGateway(GenerationConfig(end_probability=0.0))
+
+    async def check(scene: Scene) -> None:
+        await submit(scene, CHAT, build_payload(CHAT, max_tokens=200))
+        assert (await wait_for_results(scene, 1))["r-1"].slices
+        # A model that reasons, whose answer ends in the first slice.
+        gateway.config = GenerationConfig(end_probability=0.3, reasoning="reasoning_content")
+        await submit(scene, CHAT, build_payload(CHAT, 2, max_tokens=200), "r-2")
+        result = (await wait_for_results(scene, 1))["r-2"]
+        assert gateway.calls[-1].max_tokens == 100
+        answer = msgspec.json.decode(result.payload)
+        assert answer["object"] == "chat.completion"
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert answer["choices"][0]["message"]["reasoning_content"]
+
+    run_in_scene(check, gateway, build_options(100, is_streamed=True))
