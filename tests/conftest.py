@@ -42,9 +42,10 @@ def pytest_collection() -> Iterator[Any]:
 
 @pytest.hookimpl(trylast=True)  # after `-m` has removed items
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let each worker begin with its share of the tests that are marked `first`.
+    """Let every second worker begin with its share of the tests that are marked `first`.
 
-    xdist gives each worker one part of the list.
+    xdist gives each worker one part of the list. Most of the long tests wait for other processes, and too
+    many of these at once would delay each other, while the other workers use the CPU in between.
     """
     first = [item for item in items if item.get_closest_marker("first") is not None]
     others = [item for item in items if item.get_closest_marker("first") is None]

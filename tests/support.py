@@ -145,11 +145,14 @@ def has_passed(moment: float) -> Callable[[], bool]:
 
 
 def spread_over_parts(first: Sequence[T], others: Sequence[T], part_count: int) -> list[T]:
-    """Return all values, so that each of `part_count` parts of equal length begins with some of `first`."""
+    """Return all values, so that every second of `part_count` parts of equal length begins with some of
+    `first`."""
     first_left, others_left, ordered = list(first), list(others), list[T]()
-    for parts_left in range(part_count, 0, -1):
-        length = (len(first_left) + len(others_left)) // parts_left
-        first_count = max(min(math.ceil(len(first_left) / parts_left), length), length - len(others_left))
+    for part in range(part_count):
+        length = (len(first_left) + len(others_left)) // (part_count - part)
+        parts_with_first = (part_count - part + 1) // 2
+        share = 0 if part % 2 else math.ceil(len(first_left) / parts_with_first)
+        first_count = max(min(share, length), length - len(others_left))
         ordered += first_left[:first_count] + others_left[: length - first_count]
         del first_left[:first_count], others_left[: length - first_count]
     return ordered

@@ -48,9 +48,9 @@ async def test_wait_until_fails_at_its_deadline_and_names_the_condition() -> Non
         wait_until_sync(lambda: False, 0.02, what="snow")
 
 
-def test_each_part_begins_with_some_of_the_first() -> None:
-    ordered = spread_over_parts(["A", "B", "C"], list("0123456"), 2)
-    assert ("".join(ordered[:5]), "".join(ordered[5:])) == ("AB012", "C3456")
+def test_every_second_part_begins_with_some_of_the_first() -> None:
+    ordered = "".join(spread_over_parts("ABC", "012345678", 4))
+    assert (ordered[:3], ordered[3:6], ordered[6:9], ordered[9:]) == ("AB0", "123", "C45", "678")
 
 
 @pytest.mark.parametrize("part_count", [1, 2, 6, 8])
