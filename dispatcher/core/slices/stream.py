@@ -16,7 +16,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class _Delta(msgspec.Struct):
-    """What an event adds to a chat."""
+    """Part of an event that is added to a chat."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -24,7 +24,7 @@ class _Delta(msgspec.Struct):
 
 
 class _Part(msgspec.Struct):
-    """What an event adds to the answer."""
+    """Part of an event that is added to the answer."""
 
     text: str | None = None
     delta: _Delta | None = None

@@ -342,10 +342,6 @@ class Slicer:
         planned = self._slices.get(token)
         if planned is None or not planned.received or not planned.asked_tokens:
             return None
-        has_token_ids = self.support.get_support(planned.key).continuation is Continuation.TOKEN_IDS
-        if planned.generation.stop and has_token_ids:
-            # Servers hold back text that may begin a stop string, but not its tokens.
-            return None
         joined = join_events(b"".join(planned.received))
         if joined is None:
             return None
