@@ -1,8 +1,8 @@
 """Cost of slices: a slice, compared with a plain request of the same size, and requests that are not sliced.
 
 One dispatcher runs both alternately. A plain request asks for as many tokens as a slice. The test checks the
-CPU of dispatcher and queue server for each call. Most of what a slice costs in addition are longer bodies: the
-prompt and the stored progress have all that was generated so far, and each event of a stream is read.
+CPU of dispatcher and queue server for each call. Most of what a slice costs in addition are longer bodies:
+the prompt and the stored progress have all that was generated so far, and each event of a stream is read.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ async def test_slice_costs_little_more_than_a_plain_request(
     assert comparison.ratio <= max_ratio
 
 
-def test_requests_cost_four_calls_of_the_stage_if_slicing_is_off() -> None:
+def test_stage_is_called_for_claims_and_not_for_requests_if_slicing_is_off() -> None:
     """Function calls, which unlike seconds are the same on every machine."""
     requests = 500
     profile = cProfile.Profile()
@@ -188,5 +188,5 @@ def test_requests_cost_four_calls_of_the_stage_if_slicing_is_off() -> None:
     stats: dict[tuple[str, int, str], tuple[int, ...]] = pstats.Stats(profile).stats  # type: ignore[attr-defined]
     calls = {name: figures[1] for (file, _, name), figures in stats.items() if "/slices/" in file}
     print({name: round(count / requests, 2) for name, count in calls.items()})
-    assert calls["interpret_outcome"] == requests
-    assert sum(calls.values()) <= 4 * requests
+    assert calls["apply"] > 0
+    assert sum(calls.values()) < requests / 2
