@@ -140,7 +140,7 @@ class AttemptRunner:
 
     async def _forward_attempt(self, attempt: Attempt, deadline: float) -> AttemptResult:
         may_send, request = partial(self._are_leases_valid, attempt), attempt.request
-        if self._slicer.is_sliced(attempt):
+        if self._slicer.slices and self._slicer.is_sliced(attempt):
             prepared = await self._slicer.prepare_request(attempt, deadline, may_send)
             if isinstance(prepared, AttemptResult):
                 return prepared
@@ -156,7 +156,9 @@ class AttemptRunner:
         self._in_flight.record_answer(entry, result.ended_at)
         self._journal.record_attempt(entry, result, outcome)
         request = entry.request or request
-        sliced = self._slicer.interpret_outcome(entry.lease.token, request, result, outcome)
+        sliced = None
+        if self._slicer.slices:
+            sliced = self._slicer.interpret_outcome(entry.lease.token, request, result, outcome)
         if isinstance(sliced, Continues):
             self._complete(completions.build_progress_release(entry.lease, sliced.progress, sliced.why))
             return

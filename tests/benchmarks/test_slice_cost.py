@@ -1,7 +1,8 @@
 """Cost of slices: a slice, compared with a plain request of the same size, and requests that are not sliced.
 
 One dispatcher runs both alternately. A plain request asks for as many tokens as a slice. The test checks the
-CPU of dispatcher and queue server for each call.
+CPU of dispatcher and queue server for each call. Most of what a slice costs in addition are longer bodies:
+the prompt and the stored progress have all that was generated so far, and each event of a stream is read.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class SliceBenchmark:
         self.producer = stage.producer
         self.server_pid = int(stage.producer.client.info("server")["process_id"])
         self.run_count = 0
+        self.is_checked = False
 
     def run(self, *, in_slices: bool) -> tuple[float, float]:
         """Return the CPU seconds of dispatcher and queue server for each call."""
@@ -88,6 +90,7 @@ class SliceBenchmark:
                 continue  # such chats are sent whole
             member = encode_member(f"{self.run_count}-{number}", payload, deadline, endpoint=self.path)
             members[member] = float(deadline)
+        slices_before = self._count_slices()
         pids = (self.dispatcher.child.pid, self.server_pid)
         before = [read_cpu_s(pid) for pid in pids]
         self.producer.add_members(members)
@@ -99,9 +102,15 @@ class SliceBenchmark:
         )
         own_s, server_s = (read_cpu_s(pid) - used for pid, used in zip(pids, before, strict=True))
         self.producer.collect()
-        slices = self.dispatcher.status()["slices"] if in_slices else {}
-        assert slices.get("restarted", 0) == 0
-        return own_s / self.calls, server_s / self.calls
+        # Chats take more slices, because white space at their ends is generated again.
+        calls = self._count_slices() - slices_before if in_slices else self.calls
+        assert calls >= self.calls or not self.is_checked
+        return own_s / max(1, calls), server_s / max(1, calls)
+
+    def _count_slices(self) -> int:
+        counts = self.dispatcher.status()["slices"]
+        assert counts.get("restarted", 0) == 0
+        return int(sum(counts.values()))
 
     def wait_for_check(self) -> None:
         """Run requests until the model has been checked."""
@@ -114,6 +123,7 @@ class SliceBenchmark:
             return False
 
         wait_until_sync(is_checked, 60, what="the check of the model")
+        self.is_checked = True
 
 
 @pytest.mark.parametrize(
@@ -122,12 +132,18 @@ class SliceBenchmark:
         pytest.param(COMPLETION, False, 640, 4, 2.0, id="completions"),
         *(
             pytest.param(
-                path, is_streamed, 640, 4, 2.0, id=id_, marks=[pytest.mark.long, pytest.mark.timeout(900)]
+                path,
+                is_streamed,
+                640,
+                4,
+                max_ratio,
+                id=id_,
+                marks=[pytest.mark.long, pytest.mark.timeout(900)],
             )
-            for path, is_streamed, id_ in (
-                (COMPLETION, False, "completions-long"),
-                (CHAT, False, "chats-long"),
-                (COMPLETION, True, "streams-long"),
+            for path, is_streamed, max_ratio, id_ in (
+                (COMPLETION, False, 1.8, "completions-long"),
+                (CHAT, False, 1.8, "chats-long"),
+                (COMPLETION, True, 2.5, "streams-long"),
             )
         ),
     ],
@@ -150,12 +166,12 @@ async def test_slice_costs_little_more_than_a_plain_request(
     print(f"{path}: a slice has {comparison.ratio:.2f} × the cost of a plain request")
     assert benchmark.producer.count_results().keys() == {"200"}
     sliced = [results[0] for results in benchmark.producer.results.values() if results[0].get("slices")]
-    assert {result["slices"] for result in sliced} <= {SLICES, SLICES + 1}
+    assert all(result["slices"] >= SLICES for result in sliced)
     assert len(sliced) >= pairs * calls // SLICES
     assert comparison.ratio <= max_ratio
 
 
-def test_requests_cost_four_calls_of_the_stage_if_slicing_is_off() -> None:
+def test_stage_is_called_for_claims_and_not_for_requests_if_slicing_is_off() -> None:
     """Function calls, which unlike seconds are the same on every machine."""
     requests = 500
     profile = cProfile.Profile()
@@ -172,5 +188,5 @@ def test_requests_cost_four_calls_of_the_stage_if_slicing_is_off() -> None:
     stats: dict[tuple[str, int, str], tuple[int, ...]] = pstats.Stats(profile).stats  # type: ignore[attr-defined]
     calls = {name: figures[1] for (file, _, name), figures in stats.items() if "/slices/" in file}
     print({name: round(count / requests, 2) for name, count in calls.items()})
-    assert calls["interpret_outcome"] == requests
-    assert sum(calls.values()) <= 4 * requests
+    assert calls["apply"] > 0
+    assert sum(calls.values()) < requests / 2

@@ -90,8 +90,6 @@ class SlicedGeneration:
 
     def _keeps(self, progress: Progress) -> bool:
         """Return True if the dispatcher keeps what a stream that broke off has generated."""
-        if self.generation.stop and self.has_token_ids:
-            return False
         return progress.stage is not Stage.RESTART and bool(progress.prompt_tokens)
 
     def _call_server(self, payload: bytes) -> tuple[bytes, bool]:

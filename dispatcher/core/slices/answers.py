@@ -124,10 +124,9 @@ def interpret_answer(
     """Return what the answer to a slice means. `progress` is that of the slices before, `asked_tokens` the
     `max_tokens` of this one.
 
-    `version`, `session_token` and `repeats_text` are kept for the next slice. `repeats_text` says that the
-    server repeats the beginning of a message that it continues. Progress that has begun knows that by itself:
-    another process may have checked the model. `is_cut` says that the answer broke off, and has fewer tokens
-    than it would have had.
+    `version` and `session_token` are kept for the next slice, and so is `repeats_text` of the first one: it
+    says that the server repeats the beginning of a message that it continues. `is_cut` says that the answer
+    broke off, and has fewer tokens than it would have had.
     """
     if progress is not None and progress.stage is Stage.RESTART:
         return Unchanged()
@@ -135,10 +134,8 @@ def interpret_answer(
         return _interpret_error(progress, status)
     try:
         piece = _read_piece(body, is_chat=generation.is_chat)
-        if progress is not None:
-            repeats_text = progress.repeats_text
-        if repeats_text and progress is not None:
-            piece = _remove_repetition(piece, progress.text)
+        if progress is not None and generation.is_chat:
+            piece = _remove_repetition(piece, progress)
         kept = _Kept(max_kept_bytes, version, session_token, repeats_text)
         joined = _join_piece(generation, progress, piece, None if is_cut else asked_tokens, kept)
         return _add_uncounted_tokens(joined, progress, piece) if is_cut else joined
@@ -231,13 +228,12 @@ def _join_piece(
     kept: _Kept,
 ) -> Finished | Continues:
     """Return the result of all slices. `asked_tokens` is `None` if the answer broke off."""
-    before = progress or _make_first(piece)
+    before = progress or _make_first(piece, repeats_text=kept.repeats_text)
     if progress is not None and progress.token_ids and piece.text.startswith(REPLACEMENT):
         why = "the text of a slice begins with a part of a character"
         raise _NotContinuable(WholeReason.BODY, why)
-    if asked_tokens is None and 0 < generation.max_tokens - before.tokens <= before.uncounted_tokens:
-        # Whether there was anything left to generate is not known yet.
-        raise _NotContinuable(WholeReason.BODY, "the answer to a slice broke off after the end")
+    if asked_tokens is None:
+        _check_cut_answer(generation, before, piece)
     text = before.text + piece.text
     kept_tokens = _count_kept_tokens(progress, piece)
     tokens = kept_tokens + piece.usage.completion_tokens
@@ -293,6 +289,16 @@ def _join_piece(
     return Continues(continuable, piece.usage)
 
 
+def _check_cut_answer(generation: Generation, before: Progress, piece: _Piece) -> None:
+    """Raise an exception if nothing of an answer that broke off can be kept."""
+    if 0 < generation.max_tokens - before.tokens <= before.uncounted_tokens:
+        # Whether there was anything left to generate is not known yet.
+        raise _NotContinuable(WholeReason.BODY, "the answer to a slice broke off after the end")
+    if generation.stop and piece.token_ids:
+        # Servers hold back text that may begin a stop string, but not its tokens.
+        raise _NotContinuable(WholeReason.BODY, "text may be missing in the answer to a slice")
+
+
 def _continue_before(before: Progress, piece: _Piece, *, is_cut: bool) -> Continues:
     """Return the result of a slice whose tokens end inside a character, which the server writes as U+FFFD.
 
@@ -305,11 +311,17 @@ def _continue_before(before: Progress, piece: _Piece, *, is_cut: bool) -> Contin
     return Continues(replace(before, stage=Stage.REST), piece.usage, WholeReason.BODY, why)
 
 
-def _remove_repetition(piece: _Piece, text: str) -> _Piece:
-    """Return the piece without the text that its message begins with."""
-    if not piece.text.startswith(text):
+def _remove_repetition(piece: _Piece, progress: Progress) -> _Piece:
+    """Return the piece without the text that its message begins with, if the server repeats that."""
+    is_repeated = piece.text.startswith(progress.text)
+    if is_repeated and not progress.repeats_text:
+        # Whether it does may depend on whether it streams, which the settings may have changed.
+        raise _NotContinuable(WholeReason.UNEQUAL, "the server has repeated the beginning of the message")
+    if not progress.repeats_text:
+        return piece
+    if not is_repeated:
         raise _NotContinuable(WholeReason.BODY, "the server has not repeated the beginning of the message")
-    return dataclasses.replace(piece, text=piece.text[len(text) :])
+    return dataclasses.replace(piece, text=piece.text[len(progress.text) :])
 
 
 def _add_uncounted_tokens(
@@ -326,7 +338,7 @@ def _add_uncounted_tokens(
     return dataclasses.replace(joined, progress=progress)
 
 
-def _make_first(piece: _Piece) -> Progress:
+def _make_first(piece: _Piece, *, repeats_text: bool) -> Progress:
     answer = piece.answer
     return Progress(
         Stage.SLICES,
@@ -335,6 +347,7 @@ def _make_first(piece: _Piece) -> Progress:
         created=created if type(created := answer.get("created")) is int else 0,
         object=_read_text(answer.get("object")),
         model=_read_text(answer.get("model")),
+        repeats_text=repeats_text,
     )
 
 

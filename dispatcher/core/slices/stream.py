@@ -16,7 +16,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class _Delta(msgspec.Struct):
-    """Part of a chat message in an event."""
+    """Part of an event that is added to a chat."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -24,7 +24,7 @@ class _Delta(msgspec.Struct):
 
 
 class _Part(msgspec.Struct):
-    """Part of the answer in an event."""
+    """Part of an event that is added to the answer."""
 
     text: str | None = None
     delta: _Delta | None = None

@@ -374,23 +374,29 @@ class TestSize:
 
 
 class TestRepeatedText:
-    def test_repeated_beginning_is_removed(self) -> None:
-        progress = get_progress(
-            interpret(build_chat("one two"), make_progress(), make_generation(CHAT), repeats_text=True)
-        )
-        assert progress.text == "one two"
+    CHAT = make_generation(CHAT)
+    BEFORE = make_progress(repeats_text=True)
 
-    def test_first_answer_repeats_nothing(self) -> None:
+    def test_first_slice_says_for_all_whether_the_server_repeats_the_text(self) -> None:
+        progress = get_progress(interpret(build_chat("one"), None, self.CHAT, repeats_text=True))
+        assert progress.text == "one"
+        progress = get_progress(interpret(build_chat("one two"), progress, self.CHAT))
+        assert progress.text == "one two"
         assert (
-            get_progress(interpret(build_chat("a"), None, make_generation(CHAT), repeats_text=True)).text
-            == "a"
+            get_progress(interpret(build_chat("one two three"), progress, self.CHAT)).text == "one two three"
         )
 
     def test_answer_that_does_not_repeat_the_beginning_starts_again(self) -> None:
-        get_progress(
-            interpret(build_chat(" two"), make_progress(), make_generation(CHAT), repeats_text=True),
-            Stage.RESTART,
-        )
+        get_progress(interpret(build_chat(" two"), self.BEFORE, self.CHAT, repeats_text=True), Stage.RESTART)
+
+    def test_answer_that_repeats_the_beginning_unexpectedly_starts_again(self) -> None:
+        result = interpret(build_chat("one two"), make_progress(), self.CHAT)
+        get_progress(result, Stage.RESTART)
+        assert isinstance(result, Continues)
+        assert result.reason is WholeReason.UNEQUAL
+
+    def test_completion_may_repeat_itself(self) -> None:
+        assert get_progress(interpret(build_answer("one"), make_progress("one"))).text == "oneone"
 
 
 class TestCutAnswers:
@@ -420,6 +426,11 @@ class TestCutAnswers:
         unknown = get_progress(interpret(build_answer("two", 1, prompt_tokens=0), before, is_cut=True))
         known = get_progress(interpret(build_answer("two", 1, prompt_tokens=13), before, is_cut=True))
         assert unknown.cut_tokens == known.cut_tokens + 6
+
+    def test_text_that_may_be_held_back_for_a_stop_string_is_not_kept_with_its_tokens(self) -> None:
+        before = make_progress(token_ids=(*range(10),), prompt_token_ids=(1,))
+        body = build_answer(" two", 2, token_ids=[8, 9])
+        get_progress(interpret(body, before, make_generation(stop="x"), is_cut=True), Stage.RESTART)
 
     @pytest.mark.parametrize("finish_reason", ["stop", "length"])
     def test_cut_answer_does_not_end_a_generation(self, finish_reason: str) -> None:

@@ -430,7 +430,7 @@ def test_pin_applies_to_all_owners_and_requests_wait_while_pins_cannot_be_read()
 def _choose_pin(versions: VersionRouter, key: str) -> Any:
     family = versions.get_family("qwen")
     assert family is not None
-    choice = versions._choose_version("qwen", request(labels={"job": "a"}))
+    choice = versions._choose_version("qwen", request(labels={"job": "a"}), "")
     assert not isinstance(choice, str)
     assert choice.key == key
     return choice
