@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.browser import Browser, start_chromium
+from tests.support import spread_over_parts
 
 # On a shared machine any single example may be slow, which is no defect.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -39,8 +40,16 @@ def pytest_collection() -> Iterator[Any]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.get_closest_marker("first") is None)
+@pytest.hookimpl(trylast=True)  # after `-m` has removed items
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let each worker begin with its share of the tests that are marked `first`.
+
+    xdist gives each worker one part of the list.
+    """
+    first = [item for item in items if item.get_closest_marker("first") is not None]
+    others = [item for item in items if item.get_closest_marker("first") is None]
+    worker_input = getattr(config, "workerinput", {"workercount": 1})
+    items[:] = spread_over_parts(first, others, worker_input["workercount"])
 
 
 @pytest.fixture(scope="session")

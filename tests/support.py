@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import importlib.util
 import inspect
+import math
 import os
 import random
 import shutil
@@ -14,7 +15,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar, overload
 
@@ -123,18 +124,35 @@ async def wait_until(
 def wait_until_sync(
     condition: Callable[[], T | None], timeout_s: float = 10.0, *, what: str = "", every_s: float = 0.01
 ) -> T:
-    """Poll like `wait_until`, for tests without an event loop."""
-    deadline = time.monotonic() + TIMEOUT_FACTOR * timeout_s
+    """Poll like `wait_until`, for tests without an event loop.
+
+    The longer the wait, the less often the condition is checked (up to 25 ms apart): most conditions ask
+    another process, which costs CPU on both sides.
+    """
+    started_at = time.monotonic()
+    deadline = started_at + TIMEOUT_FACTOR * timeout_s
     while not (value := condition()):
-        if time.monotonic() >= deadline:
+        now = time.monotonic()
+        if now >= deadline:
             pytest.fail(f"not within {TIMEOUT_FACTOR * timeout_s:g} s: {what or condition}")
-        time.sleep(every_s)
+        time.sleep(max(every_s, min(0.025, 0.02 * (now - started_at))))
     return value
 
 
 def has_passed(moment: float) -> Callable[[], bool]:
     """Return a condition that becomes true at this moment of CLOCK_MONOTONIC."""
     return lambda: time.monotonic() >= moment
+
+
+def spread_over_parts(first: Sequence[T], others: Sequence[T], part_count: int) -> list[T]:
+    """Return all values, so that each of `part_count` parts of equal length begins with some of `first`."""
+    first_left, others_left, ordered = list(first), list(others), list[T]()
+    for parts_left in range(part_count, 0, -1):
+        length = (len(first_left) + len(others_left)) // parts_left
+        first_count = max(min(math.ceil(len(first_left) / parts_left), length), length - len(others_left))
+        ordered += first_left[:first_count] + others_left[: length - first_count]
+        del first_left[:first_count], others_left[: length - first_count]
+    return ordered
 
 
 def free_port() -> int:

@@ -7,7 +7,14 @@ import sys
 
 import pytest
 
-from tests.support import free_port, require_tool, running_process, wait_until, wait_until_sync
+from tests.support import (
+    free_port,
+    require_tool,
+    running_process,
+    spread_over_parts,
+    wait_until,
+    wait_until_sync,
+)
 
 
 def test_missing_tool_skips_the_test_and_fails_it_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,6 +46,18 @@ async def test_wait_until_fails_at_its_deadline_and_names_the_condition() -> Non
         await wait_until(lambda: False, 0.02, what="rain")
     with pytest.raises(pytest.fail.Exception, match="snow"):
         wait_until_sync(lambda: False, 0.02, what="snow")
+
+
+def test_each_part_begins_with_some_of_the_first() -> None:
+    ordered = spread_over_parts(["A", "B", "C"], list("0123456"), 2)
+    assert ("".join(ordered[:5]), "".join(ordered[5:])) == ("AB012", "C3456")
+
+
+@pytest.mark.parametrize("part_count", [1, 2, 6, 8])
+@pytest.mark.parametrize(("first", "others"), [(0, 1), (1, 0), (2, 5), (7, 0), (30, 3), (11, 900)])
+def test_spreading_over_parts_keeps_each_value_once(first: int, others: int, part_count: int) -> None:
+    ordered = spread_over_parts(range(first), range(first, first + others), part_count)
+    assert sorted(ordered) == list(range(first + others))
 
 
 def test_free_port_leaves_room_for_the_cluster_bus_port() -> None:

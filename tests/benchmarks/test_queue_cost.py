@@ -21,7 +21,7 @@ from dispatcher.ports import Lease, Release, Settlement, Submission
 from dispatcher.queue.keys import QueueNames
 from tests.cost_comparison import compare_costs, get_children_cpu_s
 from tests.queue.factories import NAMES, OwnerAndAdmin, answer, claim, member, queues
-from tests.queue.servers import ENGINES, Server, server
+from tests.queue.servers import ENGINE_PARAMS, Server, server
 from tests.support import require_tool
 
 pytestmark = pytest.mark.timeout(300)
@@ -29,7 +29,7 @@ BATCH = 64
 T = TypeVar("T")
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=ENGINE_PARAMS)
 def own_server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
     with server(request.param, tmp_path) as redis_server:
         yield redis_server

@@ -104,14 +104,14 @@ def test_busiest_part_of_a_long_trace_is_played(tmp_path: Path) -> None:
     assert played["scenario"]["seconds"] == 900
     assert "1800 s" in played["trace"]
     assert (played["scenario"]["time_step_s"], played["scenario"]["requests_per_job"]) == (0.0, 1)
-    whole = simulate("--trace", trace, "--slots", "400", "--policy", "none", "--json", "--all")
+    whole = simulate("--trace", trace, "--slots", "200", "--policy", "none", "--json", "--all")
     setting = json.loads(whole.stdout)["scenario"]
-    assert (setting["seconds"], setting["time_step_s"], setting["requests_per_job"]) == (59 * 60, 0.2, 4)
+    assert (setting["seconds"], setting["time_step_s"], setting["requests_per_job"]) == (59 * 60, 0.2, 2)
     assert whole.stderr.startswith("59 min are played in steps of 0.2 s, "), "no other output"
-    assert "with 4 batch requests going as one (--time-step 0 --requests-per-job 1: " in whole.stderr
+    assert "with 2 batch requests going as one (--time-step 0 --requests-per-job 1: " in whole.stderr
     assert whole.stderr.count("\n") == 1
     exact = simulate(
-        "--trace", trace, "--slots", "400", "--policy", "none", "--json", "--all", "--time-step", "0",
+        "--trace", trace, "--slots", "200", "--policy", "none", "--json", "--all", "--time-step", "0",
         "--requests-per-job", "1",
     )  # fmt: skip
     setting = json.loads(exact.stdout)["scenario"]

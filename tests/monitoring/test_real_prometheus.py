@@ -86,6 +86,7 @@ STATUS_WITH_ALL_VALUES = replace(
 )  # fmt: skip
 
 
+@pytest.mark.first
 def test_every_expression_returns_data_of_a_working_dispatcher(stage: Stage, tmp_path: Path) -> None:
     world = stage.world(slots=32, seconds=0.3)
     dispatcher = stage.dispatcher(stage.settings(world))
@@ -213,6 +214,7 @@ def test_firing_alert_has_its_rendered_texts(stage: Stage, tmp_path: Path) -> No
     assert "<" not in "".join(down["annotations"].values())
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("status", "silenced_alert"), [(429, "BatchDispatcherRefusals"), (500, "BatchDispatcherDeadRequests")]
 )

@@ -64,6 +64,7 @@ def count_probe_requests(world: World) -> int:
     return sum(entry.id.startswith("capacity-probe-") for entry in world.log())
 
 
+@pytest.mark.first
 @pytest.mark.timeout(300)
 def test_probe_measures_a_quiet_pool_without_overfilling_it(stage: Stage, tmp_path: Path) -> None:
     world = start_quiet_pool(stage)

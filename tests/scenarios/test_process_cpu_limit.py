@@ -22,6 +22,7 @@ def quarter_core() -> Iterator[Throttle]:
         yield limit
 
 
+@pytest.mark.first
 def test_quarter_of_a_core_is_enough_to_start_and_keep_leases_and_drain(
     quarter_core: Throttle, stage: Stage
 ) -> None:

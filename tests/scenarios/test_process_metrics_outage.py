@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from tests.scenarios.processes import Dispatcher, Stage, World, assert_stays_true
 from tests.support import free_port, require_tool, running_process, wait_until_sync
 
@@ -34,6 +36,7 @@ def assert_all_answered_once(stage: Stage, dispatcher: Dispatcher) -> None:
     assert dispatcher.count_attempts("failed") == 0
 
 
+@pytest.mark.first
 def test_gate_closes_when_metrics_fail_and_opens_when_they_return(stage: Stage) -> None:
     interval_s, max_age_s = 0.5, 2.0
     world = stage.world(slots=32, seconds=0.2)
@@ -97,6 +100,7 @@ def run_prometheus(folder: Path, port: int, jobs: str) -> Iterator[None]:
         yield
 
 
+@pytest.mark.first
 def test_stale_samples_in_prometheus_close_the_gate(stage: Stage, tmp_path: Path) -> None:
     """Prometheus keeps answering with the last sample that it scraped."""
     max_age_s, port = 4.0, free_port()

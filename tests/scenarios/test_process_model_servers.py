@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.scenarios.processes import Stage, World, assert_stays_true
 from tests.support import wait_until_sync
 
@@ -41,6 +43,7 @@ def test_source_and_list_of_servers_change_at_runtime(stage: Stage) -> None:
     assert stage.producer.count_results() == {"200": 100}
 
 
+@pytest.mark.first
 def test_pages_of_model_servers_fill_the_pool_and_a_missing_page_closes_the_gate(stage: Stage) -> None:
     world = stage.world(
         slots=SERVERS * SLOTS_PER_SERVER, endpoints=SERVERS, flow_control=False, seconds=REQUEST_S

@@ -154,6 +154,9 @@ class Surfaces:
 
         async def all_agree() -> bool:
             nonlocal reasons
+            reasons = {"status": str(self.dispatcher.status()["reason"])}
+            if reasons["status"] != reason:
+                return False  # reading all others would only cost CPU
             reasons = await self.read_reasons(queue=queue)
             return set(reasons.values()) == {reason}
 

@@ -14,6 +14,7 @@ import pytest
 import redis
 
 from dispatcher.queue.embedded import running_url
+from tests.paths import ROOT
 from tests.scenarios.processes import START_TIMEOUT_S, Dispatcher, Producer, Stage, World, assert_stays_true
 from tests.support import require_tool, wait_until_sync
 
@@ -181,6 +182,7 @@ def test_requests_of_a_killed_replica_run_again_on_the_other(
     assert world.observed()["gateway"]["batch"]["peak"] <= LIMIT + 1
 
 
+@pytest.mark.first
 def test_requests_of_a_stalled_replica_count_while_they_run_and_are_aborted_when_it_resumes(
     stage: Stage,
 ) -> None:
@@ -262,7 +264,7 @@ def test_requests_claimed_before_the_process_stopped_are_not_sent_when_it_resume
     settings = stage.settings(world, queue={"lease_s": 5, "owner_timeout_s": 1})
     trigger_file = tmp_path / "stop"
     (tmp_path / "sitecustomize.py").write_text(STOP_BEFORE_SEND.format(trigger_file=str(trigger_file)))
-    stopped_replica = stage.dispatcher(settings, command_prefix=("env", f"PYTHONPATH={tmp_path}"))
+    stopped_replica = stage.dispatcher(settings, command_prefix=("env", f"PYTHONPATH={tmp_path}:{ROOT}"))
     stage.producer.submit(3)
     stage.producer.wait_for_all()
     world.control(seconds=3.0)

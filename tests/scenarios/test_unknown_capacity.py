@@ -23,6 +23,7 @@ def write_poisson_trace(path: Path, seconds: float) -> Path:
     return path
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("picker", ["utilization", "concurrency", "no flow control"])
 def test_realtime_requests_barely_wait_beside_a_dispatcher_without_configured_capacity(
     stage: Stage, tmp_path: Path, picker: str

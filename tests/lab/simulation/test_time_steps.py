@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from math import inf
 
@@ -16,26 +17,35 @@ from dispatcher.lab.standin import made_up_traffic
 from dispatcher.lab.standin.model import compute_slowdown
 from dispatcher.lab.standin.trace import BUNDLED, load_trace
 
-SECONDS = 900.0
+
+@dataclass(frozen=True)
+class SimulatedPool:
+    """Pool whose realtime traffic is several copies of the bundled trace."""
+
+    slots: int
+    copies: int
+    seconds: float
+    """Simulated time."""
+    pods: int = 1
 
 
 @cache
-def run_policy(
-    name: PolicyName, slots: int, copies: int, step_s: float, requests_per_job: int = 1, pods: int = 1
-) -> Run:
-    traffic = made_up_traffic.overlay_copies(load_trace(BUNDLED, slots=slots), copies)
+def run_policy(name: PolicyName, pool: SimulatedPool, step_s: float, requests_per_job: int = 1) -> Run:
+    traffic = made_up_traffic.overlay_copies(load_trace(BUNDLED, slots=pool.slots), pool.copies)
     scenario = Scenario(
-        slots=slots, seconds=SECONDS, time_step_s=step_s, requests_per_job=requests_per_job, pods=pods
+        slots=pool.slots,
+        seconds=pool.seconds,
+        time_step_s=step_s,
+        requests_per_job=requests_per_job,
+        pods=pool.pods,
     )
     return run_scenario(scenario, traffic, name)
 
 
-def relative_tokens(
-    slots: int, copies: int, step_s: float, requests_per_job: int = 1, pods: int = 1
-) -> float:
+def relative_tokens(pool: SimulatedPool, step_s: float, requests_per_job: int = 1) -> float:
     """Return the tokens of the dispatcher relative to the all-knowing policy without time steps."""
-    dispatcher = run_policy(PolicyName.DISPATCHER, slots, copies, step_s, requests_per_job, pods)
-    best = run_policy(PolicyName.ALL_KNOWING, slots, copies, 0.0, 1, pods)
+    dispatcher = run_policy(PolicyName.DISPATCHER, pool, step_s, requests_per_job)
+    best = run_policy(PolicyName.ALL_KNOWING, pool, 0.0)
     return dispatcher.tokens / best.tokens
 
 
@@ -45,38 +55,45 @@ def get_latency(finished_run: Run, quantile: float) -> float:
     return found
 
 
-@pytest.mark.parametrize(("slots", "copies"), [(64, 1), pytest.param(400, 8, marks=pytest.mark.long)])
-def test_time_steps_do_not_change_the_results_of_900_seconds(slots: int, copies: int) -> None:
-    exact, stepped = (
-        run_policy(PolicyName.DISPATCHER, slots, copies, step_s) for step_s in (0.0, TIME_STEP_S)
-    )
+@pytest.mark.parametrize(
+    "pool",
+    [
+        SimulatedPool(64, 1, 450.0),
+        pytest.param(SimulatedPool(64, 1, 900.0), marks=pytest.mark.long),
+        pytest.param(SimulatedPool(400, 8, 900.0), marks=pytest.mark.long),
+    ],
+    ids=lambda pool: f"{pool.slots}-{pool.copies}-{pool.seconds:g}s-{pool.pods}",
+)
+def test_time_steps_do_not_change_the_results(pool: SimulatedPool) -> None:
+    exact, stepped = (run_policy(PolicyName.DISPATCHER, pool, step_s) for step_s in (0.0, TIME_STEP_S))
     assert stepped.sent != exact.sent, "the time step must have an effect"
-    assert relative_tokens(slots, copies, TIME_STEP_S) == pytest.approx(
-        relative_tokens(slots, copies, 0.0), abs=0.01
-    )
+    assert relative_tokens(pool, TIME_STEP_S) == pytest.approx(relative_tokens(pool, 0.0), abs=0.01)
     for quantile in (0.5, 0.99):
         assert get_latency(stepped, quantile) == pytest.approx(get_latency(exact, quantile), rel=0.02)
-    arrivals_per_step = exact.sent / SECONDS * TIME_STEP_S
+    arrivals_per_step = exact.sent / pool.seconds * TIME_STEP_S
     assert stepped.overshoot_worst <= exact.overshoot_worst + arrivals_per_step
     assert stepped.overshoot_mean <= exact.overshoot_mean + arrivals_per_step
 
 
 @pytest.mark.parametrize(
-    ("slots", "copies", "pods"), [(400, 8, 1), pytest.param(800, 12, 4, marks=pytest.mark.long)]
+    "pool",
+    [
+        SimulatedPool(400, 8, 450.0),
+        pytest.param(SimulatedPool(400, 8, 900.0), marks=pytest.mark.long),
+        pytest.param(SimulatedPool(800, 12, 900.0, pods=4), marks=pytest.mark.long),
+    ],
+    ids=lambda pool: f"{pool.slots}-{pool.copies}-{pool.seconds:g}s-{pool.pods}",
 )
-def test_requests_per_job_do_not_change_the_results_of_900_seconds(
-    slots: int, copies: int, pods: int
-) -> None:
-    requests_per_job = Scenario(slots=slots, pods=pods).default_requests_per_job
+def test_requests_per_job_do_not_change_the_results(pool: SimulatedPool) -> None:
+    requests_per_job = Scenario(slots=pool.slots, pods=pool.pods).default_requests_per_job
     assert requests_per_job > 1, "jobs must have several requests"
     fine, coarse = (
-        run_policy(PolicyName.DISPATCHER, slots, copies, TIME_STEP_S, each, pods)
-        for each in (1, requests_per_job)
+        run_policy(PolicyName.DISPATCHER, pool, TIME_STEP_S, each) for each in (1, requests_per_job)
     )
     assert coarse.answered % requests_per_job == 0
-    mean_in_flight = fine.meters[0].used_unit_s[WorkState.WAITING] / SECONDS
-    assert relative_tokens(slots, copies, TIME_STEP_S, 1, pods) - relative_tokens(
-        slots, copies, TIME_STEP_S, requests_per_job, pods
+    mean_in_flight = fine.meters[0].used_unit_s[WorkState.WAITING] / pool.seconds
+    assert relative_tokens(pool, TIME_STEP_S) - relative_tokens(
+        pool, TIME_STEP_S, requests_per_job
     ) == pytest.approx(0.0, abs=max(0.01, requests_per_job / mean_in_flight))
     for quantile in (0.5, 0.99):
         assert get_latency(coarse, quantile) == pytest.approx(get_latency(fine, quantile), rel=0.02)
@@ -86,7 +103,7 @@ def test_requests_per_job_do_not_change_the_results_of_900_seconds(
 
 def test_time_steps_change_nothing_without_batch_requests() -> None:
     exact, stepped = (
-        run_policy(PolicyName.NONE, 64, 1, step_s, requests_per_job)
+        run_policy(PolicyName.NONE, SimulatedPool(64, 1, 900.0), step_s, requests_per_job)
         for step_s, requests_per_job in ((0.0, 1), (TIME_STEP_S, 4))
     )
     assert (stepped.latencies, stepped.waits) == (exact.latencies, exact.waits)
