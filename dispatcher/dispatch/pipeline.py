@@ -141,7 +141,8 @@ class RequestPipeline:
         self._merger.forget_lease(token)
         self._turn_checker.forget_lease(token)
         self._model_router.forget_lease(token)
-        self._slicer.forget_lease(token)
+        if self._slicer.slices:
+            self._slicer.forget_lease(token)
 
     def _weigh_entry(self, entry: InFlightLease, request: Request) -> float:
         member = self._merger.get_member(entry)

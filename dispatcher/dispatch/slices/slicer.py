@@ -84,8 +84,9 @@ class Slicer:
         self._access = access
         self._gateway = gateway
         self._is_merged = is_merged
-        self._slices: dict[str, _Slice] = {}
-        """Sliced requests by the token of their lease."""
+        self.slices: dict[str, _Slice] = {}
+        """Sliced requests by the token of their lease. While it is empty, the methods for answers and leases
+        need not be called, which saves time where no request is sliced."""
         self._slice_number = 0
         """Number of slices that were sent."""
         self.reconfigure(options)
@@ -141,7 +142,7 @@ class Slicer:
         if is_checked and progress is None and not _can_continue(generation, support):
             self.whole_counts[WholeReason.PROMPT] += 1
             return
-        self._slices[claimed.entry.lease.token] = _Slice(generation, key, progress, is_checked)
+        self.slices[claimed.entry.lease.token] = _Slice(generation, key, progress, is_checked)
 
     def _find_reason_before_parsing(self, request: Request) -> WholeReason | None:
         if request.metadata.get(SLICING_ATTRIBUTE) == SLICING_OFF:
@@ -159,19 +160,16 @@ class Slicer:
 
     def forget_lease(self, token: str) -> None:
         """Forget a lease that has ended."""
-        self._slices.pop(token, None)
+        self.slices.pop(token, None)
 
     # ── prepare ──────────────────────────────────────────────────────────────────────────────────────────
-
-    def is_sliced(self, attempt: Attempt) -> bool:
-        return attempt.token in self._slices
 
     async def prepare_request(
         self, attempt: Attempt, deadline: float, may_send: Callable[[], bool]
     ) -> Request | AttemptResult:
         """Return the request of the next slice. If the model has to be checked first and a call of the check
         has no answer, return that result instead."""
-        planned, request = self._slices[attempt.token], attempt.request
+        planned, request = self.slices[attempt.token], attempt.request
         if not planned.is_checked:
             failed = await self._check_model(attempt, planned.key, deadline, may_send)
             if failed is not None:
@@ -222,7 +220,7 @@ class Slicer:
         return self.support.get_support(planned.key).continuation is Continuation.TOKEN_IDS
 
     def _send_whole(self, attempt: Attempt) -> Request:
-        del self._slices[attempt.token]
+        del self.slices[attempt.token]
         return attempt.request
 
     def _build_session(
@@ -291,14 +289,12 @@ class Slicer:
 
     def revoke_slices(self, allowance: Allowance, in_flight: InFlightTable, other_owners_units: int) -> None:
         """End the youngest slices if a reading shows that realtime requests need their slots."""
-        if not self._options.revokes or not self._slices:
-            return
         all_units = in_flight.units + other_owners_units
         running = [
             entry
             for entry in in_flight.list_at_gateway()
             if entry.stop_reason is None
-            and (planned := self._slices.get(entry.lease.token)) is not None
+            and (planned := self.slices.get(entry.lease.token)) is not None
             and planned.asked_tokens
         ]
         units = self._revocations.plan_revocations(
@@ -320,7 +316,7 @@ class Slicer:
 
         `token` is that of the lease, and `outcome` the one of `result` as it was judged.
         """
-        planned = self._slices.get(token)
+        planned = self.slices.get(token)
         if planned is None or not planned.asked_tokens or not isinstance(outcome, Delivered):
             return None
         body, is_complete = outcome.body, True
@@ -354,7 +350,7 @@ class Slicer:
     def find_partial_progress(self, token: str, request: Request, sticky_token: str = "") -> bytes | None:
         """Return the progress that includes what a slice has generated whose answer broke off. `None` if
         there is nothing new."""
-        planned = self._slices.get(token)
+        planned = self.slices.get(token)
         if planned is None or not planned.received or not planned.asked_tokens:
             return None
         if planned.generation.stop and self._uses_token_ids(planned):
