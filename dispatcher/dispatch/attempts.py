@@ -109,7 +109,16 @@ class AttemptRunner:
         for entry in () if attempt.is_follow_up else attempt.leases:
             self._journal.record_sent(entry, entry.request or attempt.request, unix_now)
         try:
-            result = await self._forward_attempt(attempt, started + attempt.request.deadline - unix_now)
+            deadline = started + attempt.request.deadline - unix_now
+            if attempt.token in self._slicer.slices:
+                result = await self._forward_slice(attempt, deadline)
+            else:
+                result = await self._gateway.forward(
+                    attempt.request,
+                    token=attempt.token,
+                    deadline=deadline,
+                    may_send=partial(self._are_leases_valid, attempt),
+                )
         except asyncio.CancelledError:
             self._limiter.record_answer(attempt.token, loop_time())
             # Without a reason, the cancellation comes from outside (the task group): pass it on.
@@ -138,14 +147,14 @@ class AttemptRunner:
             for entry in attempt.leases:
                 self._complete_lease(entry, attempt.request, result, judged)
 
-    async def _forward_attempt(self, attempt: Attempt, deadline: float) -> AttemptResult:
-        may_send, request = partial(self._are_leases_valid, attempt), attempt.request
-        if self._slicer.slices and self._slicer.is_sliced(attempt):
-            prepared = await self._slicer.prepare_request(attempt, deadline, may_send)
-            if isinstance(prepared, AttemptResult):
-                return prepared
-            request = prepared
-        return await self._gateway.forward(request, token=attempt.token, deadline=deadline, may_send=may_send)
+    async def _forward_slice(self, attempt: Attempt, deadline: float) -> AttemptResult:
+        may_send = partial(self._are_leases_valid, attempt)
+        prepared = await self._slicer.prepare_request(attempt, deadline, may_send)
+        if isinstance(prepared, AttemptResult):
+            return prepared
+        return await self._gateway.forward(
+            prepared, token=attempt.token, deadline=deadline, may_send=may_send
+        )
 
     def _complete_lease(
         self, entry: InFlightLease, request: Request, result: AttemptResult, judged: AttemptResult
@@ -156,17 +165,17 @@ class AttemptRunner:
         self._in_flight.record_answer(entry, result.ended_at)
         self._journal.record_attempt(entry, result, outcome)
         request = entry.request or request
-        sliced = None
+        finished = None
         if self._slicer.slices:
             sliced = self._slicer.interpret_outcome(entry.lease.token, request, result, outcome)
-        if isinstance(sliced, Continues):
-            self._complete(completions.build_progress_release(entry.lease, sliced.progress, sliced.why))
-            return
-        if sliced is not None and isinstance(outcome, Delivered):
-            outcome = Delivered(outcome.status, sliced.body)
-            result = result.copy_with(outcome=outcome)
-        elif not isinstance(outcome, Delivered):
-            self._keep_partial_progress(entry, request, result.sticky_token)
+            if isinstance(sliced, Continues):
+                self._complete(completions.build_progress_release(entry.lease, sliced.progress, sliced.why))
+                return
+            if sliced is not None and isinstance(outcome, Delivered):
+                finished, outcome = sliced, Delivered(outcome.status, sliced.body)
+                result = result.copy_with(outcome=outcome)
+            elif not isinstance(outcome, Delivered):
+                self._keep_partial_progress(entry, request, result.sticky_token)
         completion = completions.build_completion(
             entry.lease,
             request,
@@ -174,9 +183,13 @@ class AttemptRunner:
             self._access.queue.unix_now(),
             self._options.retry,
             self._random.random(),
-            sliced,
+            finished,
         )
-        self._complete_with_progress(entry, self._turn_checker.add_turn_end(entry, completion, result))
+        completion = self._turn_checker.add_turn_end(entry, completion, result)
+        if entry.has_new_progress:
+            self._complete_with_progress(entry, completion)
+        else:
+            self._complete(completion)
 
     def _keep_partial_progress(self, entry: InFlightLease, request: Request, sticky_token: str = "") -> None:
         """Keep what a slice has generated whose answer broke off."""

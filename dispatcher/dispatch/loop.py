@@ -258,7 +258,8 @@ class Dispatcher:
         """Schedule the next turn: when the allowance may change, or after MAX_TURN_INTERVAL_S."""
         at = loop_time()
         allowance = self.limiter.get_allowance(at)
-        self.slicer.revoke_slices(allowance, self._in_flight, self.limiter.other_owners_units)
+        if self._options.slicing.revokes and self.slicer.slices:
+            self.slicer.revoke_slices(allowance, self._in_flight, self.limiter.other_owners_units)
         wake_at = at + (self._access.retry_pause_s if self._flusher.pending else MAX_TURN_INTERVAL_S)
         if (group_due_at := self._pipeline.next_group_due_at) is not None:
             wake_at = max(min(wake_at, group_due_at), at)

@@ -58,8 +58,6 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
     """True if the answers of the server begin with the text of the slices before."""
     cut_tokens: int = 0
     """Largest number of `tokens` that were cut off at the end of the text, and are generated again."""
-    repeats_text: bool = False
-    """True if the answers of the server begin with the text of the slices before."""
 
 
 _encode = msgspec.msgpack.Encoder().encode

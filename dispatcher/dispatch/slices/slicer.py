@@ -85,8 +85,8 @@ class Slicer:
         self._gateway = gateway
         self._is_merged = is_merged
         self.slices: dict[str, _Slice] = {}
-        """Sliced requests by the token of their lease. Callers ask whether it is empty, because calls
-        for each request would cost those who slice nothing."""
+        """Sliced requests by the token of their lease. While it is empty, the methods for answers and leases
+        need not be called, which saves time where no request is sliced."""
         self._slice_number = 0
         """Number of slices that were sent."""
         self.reconfigure(options)
@@ -163,9 +163,6 @@ class Slicer:
         self.slices.pop(token, None)
 
     # ── prepare ──────────────────────────────────────────────────────────────────────────────────────────
-
-    def is_sliced(self, attempt: Attempt) -> bool:
-        return attempt.token in self.slices
 
     async def prepare_request(
         self, attempt: Attempt, deadline: float, may_send: Callable[[], bool]
@@ -292,8 +289,6 @@ class Slicer:
 
     def revoke_slices(self, allowance: Allowance, in_flight: InFlightTable, other_owners_units: int) -> None:
         """End the youngest slices if a reading shows that realtime requests need their slots."""
-        if not self._options.revokes or not self.slices:
-            return
         all_units = in_flight.units + other_owners_units
         running = [
             entry

@@ -28,6 +28,10 @@ from dispatcher.ports import Lease, Overload, Permit, QueueCounts, QueueUnavaila
 from dispatcher.queue.keys import QueueNames
 
 
+def _get_place(entry: Entry, lane: Lane | None) -> tuple[float, bool, bytes, int]:
+    return (*rank_in_queue(entry.score, lane), entry.member, entry.id)
+
+
 class LeaseRecord(msgspec.Struct):
     """A lease as the queue keeps it."""
 
@@ -294,7 +298,8 @@ class QueueState:
     def next_source(self, max_per_lane: Mapping[Lane, int]) -> EntryHeap | None:
         """Return the heap with the next request to claim, given the number of claims that are left for each
         lane."""
-        best: tuple[float, bool, bytes, int] | None = None
+        best: Entry | None = None
+        best_lane: Lane | None = None
         found = None
         for lane, waiting in self.waiting_by_lane.items():
             if not waiting.heap or (lane is not None and max_per_lane.get(lane, 0) <= 0):
@@ -302,9 +307,9 @@ class QueueState:
             first = waiting.peek_entry()
             if first is None:
                 continue
-            place = (*rank_in_queue(first.score, lane), first.member, first.id)
-            if best is None or place < best:
-                best, found = place, waiting
+            # Mostly there is only one lane with requests, and nothing to compare.
+            if best is None or _get_place(first, lane) < _get_place(best, best_lane):
+                best, best_lane, found = first, lane, waiting
         return found
 
     def lease_entry(self, entry: Entry, owner: str, now: float, assumed_units: int) -> LeaseRecord:

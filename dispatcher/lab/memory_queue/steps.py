@@ -179,7 +179,9 @@ def _lease_first(
             continue
         if weighs > room:
             break
-        size += len(entry.member) + len(entry.progress)
+        size += len(entry.member)
+        if entry.progress:
+            size += len(entry.progress)
         if taken and size > CLAIM_BYTES:
             break
         if entry.lane is not None:

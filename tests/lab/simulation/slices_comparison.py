@@ -1,8 +1,9 @@
-"""Slices compared with whole requests, a larger reserve, and eviction: the table in docs/how-to/simulator.md.
+"""Slices compared with whole requests, a larger reserve, and eviction: the table in docs/how-to/simulator.md,
+and its first rows in docs/how-to/slices.md.
 
 python -m tests.lab.simulation.slices_comparison results.json
 
-The command runs the simulations that are missing in the file and writes the table into the page. All of them
+The command runs the simulations that are missing in the file and writes the table into the pages. All of them
 play batch requests of 2,000 tokens on 64 slots with a reading each second.
 """
 
@@ -25,8 +26,9 @@ from dispatcher.lab.standin import made_up_traffic
 from dispatcher.lab.standin.trace import BUNDLED, Trace, load_trace
 from tests.paths import DOCS
 
-PAGE = DOCS / "how-to" / "simulator.md"
+PAGE, SUMMARY_PAGE = DOCS / "how-to" / "simulator.md", DOCS / "how-to" / "slices.md"
 TABLE = re.compile(r"(?<=<!-- slices -->\n\n).*?(?=\n<!-- end of slices -->)", re.DOTALL)
+SUMMARY = re.compile(r"(?<=<!-- figures -->\n\n).*?(?=\n<!-- end of figures -->)", re.DOTALL)
 SLOTS, SLICE_TOKENS, PROCESSES = 64, 250, 2
 STEPS = "0:10,100:45,200:10,300:45,400:10,500:45,600:10,700:45,800:10"
 TRAFFIC = {"chat": "", "bursts": "--trace bursts", "steps": f"--steps {STEPS}"}
@@ -138,6 +140,22 @@ def render_table(results: Mapping[str, Mapping[str, Figures]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def render_summary(ways: Mapping[str, Figures]) -> str:
+    """Return a table of the ways with one kind of traffic, without those that both slice and evict."""
+    shown = ("whole", "slices", "revoked slices", "reserve for the p99 of slices", "evicted")
+    lines = ["| batch requests | batch tokens/s | mean wait added | p99 added |", "|---|---:|---:|---:|"]
+    for way in shown:
+        tokens, wait, p99 = (ways[way][figure] for figure in ("tokens_per_s", "wait_s", "p99_s"))
+        lines.append(f"| {way} | {tokens:,.0f} | {wait:.3f} s | {p99:.2f} s |")
+    return "\n".join(lines) + "\n"
+
+
+def write_tables(results: Mapping[str, Mapping[str, Figures]]) -> None:
+    table, summary = render_table(results), render_summary(results["chat"])
+    PAGE.write_text(TABLE.sub(lambda _: table, PAGE.read_text()))
+    SUMMARY_PAGE.write_text(SUMMARY.sub(lambda _: summary, SUMMARY_PAGE.read_text()))
+
+
 def format_ratio(whole: float, other: float) -> str:
     if other < 0.0005:
         return "–"
@@ -156,8 +174,7 @@ def main() -> None:
     for traffic, ways in results.items():
         for way, figures in ways.items():
             print(write_command(traffic, way, figures))
-    table = render_table(results)
-    PAGE.write_text(TABLE.sub(lambda _: table, PAGE.read_text()))
+    write_tables(results)
 
 
 if __name__ == "__main__":

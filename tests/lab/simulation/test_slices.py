@@ -21,11 +21,14 @@ from tests.lab.simulation.slices_comparison import (
     HOLDBACKS,
     PAGE,
     PROCESSES,
+    SUMMARY,
+    SUMMARY_PAGE,
     TABLE,
     TRAFFIC,
     WAYS,
     Figures,
     compare_ways,
+    render_summary,
     run_way,
 )
 
@@ -211,6 +214,11 @@ def check_bounds(traffic: str, ways: dict[str, Figures]) -> None:
 @pytest.mark.parametrize("traffic", TRAFFIC)
 def test_figures_on_the_page_keep_the_bounds(traffic: str) -> None:
     check_bounds(traffic, {way: figures for (name, way), figures in read_page().items() if name == traffic})
+
+
+def test_summary_shows_figures_of_the_table() -> None:
+    ways = {way: figures for (traffic, way), figures in read_page().items() if traffic == "chat"}
+    assert SUMMARY.findall(SUMMARY_PAGE.read_text()) == [render_summary(ways)]
 
 
 @pytest.mark.long
