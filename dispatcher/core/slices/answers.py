@@ -250,7 +250,6 @@ def _join_piece(
         cached_tokens=cached_tokens,
         version=kept.version,
         session_token=kept.session_token or before.session_token,
-        repeats_text=kept.repeats_text,
     )
     if kept_tokens >= generation.max_tokens:
         # A stream broke off after its last token, and now the number of its tokens is known.
