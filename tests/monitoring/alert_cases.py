@@ -31,7 +31,7 @@ IDLE = Status(
         0.05, "saturation", 0.2, 0.0, 0.75, 24, 32.0, "picker", terms=[Terms("saturation", 0.2, 0.0, 0.75, 24, 32.0)]
     ),
     signals=SignalsStatus("epp", 0.3),
-    queue=QueueStatus(pending=0, leased=0, delayed=0, dead=3, replica_count=2),
+    queue=QueueStatus(pending=0, leased=0, delayed=0, dead=3, started=0, replica_count=2),
     impact=ImpactStatus(batch_share=0.0),
     batching=BatchingStatus([MERGED]),
     sequences=SequencesStatus(dict.fromkeys(("active", "parked", "held", "aborted", "waiting"), 0)),

@@ -34,6 +34,7 @@ ROWS = [
     "Models",
     "Sequences",
     "Batching",
+    "Slices",
     "Utilization and impact on realtime",
     "Replicas",
 ]

@@ -70,7 +70,7 @@ STATUS_WITH_ALL_VALUES = replace(
     signals=replace(IDLE.signals, signals_problem="timed out", signals_failing_s=3.0, signals_close_in_s=1.0),
     watch=WatchStatus(watch_endpoints=1, watch_stale_s=5.0, watch_problems=["one"]),
     queue=QueueStatus(
-        pending=20, leased=2, delayed=1, dead=3, paused=True, oldest_pending_age_s=30.0,
+        pending=20, leased=2, delayed=1, dead=3, started=2, paused=True, oldest_pending_age_s=30.0,
         earliest_deadline_s=-5.0, at_risk=4, service_rate=0.5, replica_count=2,
     ),
     impact=ImpactStatus(0.2, 0.9, 0.02, 0.05, batch_share=0.4),

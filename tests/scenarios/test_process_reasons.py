@@ -41,6 +41,10 @@ UNUSED_PREFIXES = (
     "batch_dispatcher_model_",
     "batch_dispatcher_warm_",
     "batch_dispatcher_picker_wait_",
+    "batch_dispatcher_slice",
+    "batch_dispatcher_revoked_slices",
+    "batch_dispatcher_started",
+    "batch_dispatcher_rule_timeouts",
 )
 """Prefixes of series that do not change in this test, which has no merged calls, sequences or watched models.
 
