@@ -254,8 +254,8 @@ def test_killed_dispatcher_costs_at_most_one_slice_of_each_running_call(
     assert run.find_wrong_results() == []
     report(run)
     assert run.lost_calls > 0
-    # A slice has up to one and a half of 30 tokens.
-    assert 0 < run.count_recomputed_tokens() <= 45 * run.lost_calls
+    # A slice has up to one and a half of 30 tokens. There may be none if the calls had only begun.
+    assert run.count_recomputed_tokens() <= 45 * run.lost_calls
 
 
 @pytest.mark.parametrize("requests", [40, pytest.param(500, marks=long)])

@@ -7,6 +7,7 @@ the generation being one call.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -185,6 +186,8 @@ _CHAT: dict[str, tuple[_Check, WholeReason]] = {
     "continue_final_message": (_is_unset, WholeReason.PREFILL),
 }
 
+_MAX_TOKENS, _TOKENS_NAME = re.compile(rb'"max_(?:completion_)?tokens"\s*:\s*([0-9]+)\s*[,}]'), b'_tokens"'
+_MAX_DIGITS = 10
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode = msgspec.json.Decoder().decode
 
@@ -198,6 +201,8 @@ def check_generation(
     """
     if not path.endswith(COMPLETIONS_SUFFIX) or (path not in terms.paths and not has_begun):
         return WholeReason.PATH
+    if not has_begun and _is_obviously_short(payload, terms.min_tokens):
+        return WholeReason.SHORT
     is_chat = path.endswith(CHAT_SUFFIX)
     if has_begun:
         terms = SliceTerms(0, 0, allow_seed=True)
@@ -207,6 +212,15 @@ def check_generation(
         return whole.reason
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return WholeReason.BODY
+
+
+def _is_obviously_short(payload: bytes, min_tokens: int) -> bool:
+    """Return True if each `max_tokens` in the text of the body is small, so that it need not be decoded."""
+    numbers = _MAX_TOKENS.findall(payload)
+    # With fewer numbers than names, one of them has another value or is part of another name.
+    if len(numbers) != payload.count(_TOKENS_NAME) or not numbers:
+        return False
+    return all(len(number) < _MAX_DIGITS and 0 < int(number) < min_tokens for number in numbers)
 
 
 def _check_fields(fields: dict[str, msgspec.Raw], *, is_chat: bool, terms: SliceTerms) -> Generation:

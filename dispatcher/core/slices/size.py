@@ -9,7 +9,6 @@ server.
 from __future__ import annotations
 
 from collections import deque
-from statistics import median
 
 MAX_OVERHEAD = 0.03
 """Largest part of the time of a slice that may be overhead."""
@@ -73,8 +72,13 @@ class SizeEstimator:
             return
         if len(self._short_calls) < MIN_SAMPLES or len(self._token_times) < MIN_SAMPLES:
             return
-        token_s = median(self._token_times)
-        self.overhead_s = max(0.0, median(self._short_calls) - MEASURE_TOKENS * token_s)
+        token_s = _find_median(self._token_times)
+        self.overhead_s = max(0.0, _find_median(self._short_calls) - MEASURE_TOKENS * token_s)
         needed = self.overhead_s / (MAX_OVERHEAD * token_s) if token_s > 0 else float("inf")
         self.is_too_expensive = needed > SIZES[-1]
         self.size = next((size for size in SIZES if size >= needed), SIZES[-1])
+
+
+def _find_median(values: deque[float]) -> float:
+    # The module `statistics` takes longer to import than all of the settings.
+    return sorted(values)[len(values) // 2]
