@@ -240,7 +240,9 @@ def test_answers_in_slices_equal_those_of_single_calls_whatever_happens(own_stag
     assert not producer.find_lost_requests()
     report(run)
     sliced = [results[0] for results in producer.results.values() if results[0].get("slices")]
-    assert len(sliced) > len(run.payloads) / 3
+    # A dispatcher that was killed sends whole requests until it has checked the model again, which takes long
+    # on a busy machine.
+    assert len(sliced) > len(run.payloads) / 10
     assert run.lost_calls or not case.kills
 
 
