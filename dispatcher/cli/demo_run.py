@@ -211,7 +211,7 @@ async def _run_with_batch(
         measured.peak_in_flight = measured.with_batch["gateway"]["batch"]["peak"]
         await _count_results(admin, measured)
         await admin.aclose()
-        report("SIGTERM: the dispatcher hands in what it has and ends.")
+        report("SIGTERM: the dispatcher finishes its running requests, writes their results, and ends.")
 
 
 @dataclass(frozen=True, slots=True)
