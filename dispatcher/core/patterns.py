@@ -3,7 +3,43 @@ itself."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+MAX_PATHS = 256
+"""Number of paths of which a `RuleFinder` remembers the rule. Paths come from producers."""
+
+
+class _RuleForPaths(Protocol):
+    @property
+    def paths(self) -> tuple[str, ...]: ...
+
+
+R = TypeVar("R", bound=_RuleForPaths)
+
+
+class RuleFinder(Generic[R]):
+    """Finds the first rule with a pattern for a path, and remembers the rules of some paths."""
+
+    def __init__(self, rules: Sequence[R]) -> None:
+        self._rules = rules
+        self._rule_by_path: dict[str, R | None] = {}
+
+    def __len__(self) -> int:
+        """Return the number of remembered paths."""
+        return len(self._rule_by_path)
+
+    def find_rule(self, path: str) -> R | None:
+        """Return the first rule that applies to a path."""
+        try:
+            return self._rule_by_path[path]
+        except KeyError:
+            pass
+        if len(self._rule_by_path) >= MAX_PATHS:
+            self._rule_by_path.clear()
+        found = next((rule for rule in self._rules if matches_any(rule.paths, path)), None)
+        self._rule_by_path[path] = found
+        return found
 
 
 def matches_any(patterns: Iterable[str], name: str) -> bool:

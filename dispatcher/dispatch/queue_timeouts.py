@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dispatcher.core.patterns import RuleFinder
 from dispatcher.core.requests.queue_timeouts import (
     DelayTimedOut,
     RejectTimedOut,
-    RuleTimeout,
     decide_after_wait,
     find_timeout,
 )
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from dispatcher.dispatch.completions import Completion
     from dispatcher.dispatch.options import Options
     from dispatcher.ports import Lease
-
-MAX_PATHS = 1000
-"""Maximum number of paths whose rule is remembered."""
 
 
 class QueueTimeouts:
@@ -33,7 +30,7 @@ class QueueTimeouts:
 
     def reconfigure(self, options: Options) -> None:
         self._rules, self._default_path = options.rule_timeouts, options.default_path
-        self._rule_by_path: dict[str, RuleTimeout | None] = {}
+        self._rule_by_path = RuleFinder(options.rule_timeouts)
 
     @property
     def is_empty(self) -> bool:
@@ -42,7 +39,7 @@ class QueueTimeouts:
 
     def check_wait(self, lease: Lease, request: Request, unix_now: float) -> Completion | None:
         """Return the completion of a request that has waited too long. `None` if it continues."""
-        rule = self._find_rule(request.endpoint or self._default_path)
+        rule = find_timeout(self._rule_by_path, request.endpoint or self._default_path)
         if rule is None:
             return None
         match decide_after_wait(rule, request, lease.score, unix_now):
@@ -53,14 +50,3 @@ class QueueTimeouts:
                 self.counts["delay"] += 1
                 return completions.build_return(lease, new_score=score)
         return None
-
-    def _find_rule(self, path: str) -> RuleTimeout | None:
-        try:
-            return self._rule_by_path[path]
-        except KeyError:
-            pass
-        # Paths come from producers, so their number must be bounded.
-        if len(self._rule_by_path) >= MAX_PATHS:
-            self._rule_by_path.clear()
-        found = self._rule_by_path[path] = find_timeout(self._rules, path)
-        return found

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.gateway.outcome import Outcome, Overloaded, RetryPolicy, Unreachable
+from dispatcher.core.gateway.outcome import Outcome, Overloaded, RetryPolicy
 from dispatcher.core.limit.budget import Reading, Reason, Signal
 from dispatcher.core.limit.poll import Poll
 from dispatcher.core.requests.request import Request, encode_member
@@ -31,7 +31,7 @@ from dispatcher.ports import (
 )
 from dispatcher.telemetry.events import Event
 from dispatcher.telemetry.metrics import Metrics
-from tests.dispatch.scene import AnsweringGateway, Scene, open_limiter, run_in_scene
+from tests.dispatch.scene import AnsweringGateway, Scene, UnreachableGateway, open_limiter, run_in_scene
 from tests.queue.factories import member
 
 NO_ANSWER = QueueUnavailableError("Redis did not answer in time")
@@ -382,16 +382,7 @@ def test_reading_resizes_the_connection_pool_and_is_shared() -> None:
 
 
 def test_unreachable_gateway_gets_one_probe_at_a_time() -> None:
-    class RecoveringGateway(AnsweringGateway):
-        is_unreachable = True
-
-        async def forward(
-            self, request: Request, *, token: str, deadline: float, may_send: object
-        ) -> AttemptResult:
-            result = await super().forward(request, token=token, deadline=deadline, may_send=may_send)
-            return result.copy_with(outcome=Unreachable("no connection")) if self.is_unreachable else result
-
-    gateway = RecoveringGateway()
+    gateway = UnreachableGateway()
 
     async def check(scene: Scene) -> None:
         await scene.submit(*(f"r-{number}" for number in range(20)))
@@ -408,16 +399,6 @@ def test_unreachable_gateway_gets_one_probe_at_a_time() -> None:
         assert len(scene.store.result_lists[scene.store.default_result_list]) == 20
 
     run_in_scene(check, gateway)
-
-
-class UnreachableGateway(AnsweringGateway):
-    """Gateway that cannot be reached."""
-
-    async def forward(
-        self, request: Request, *, token: str, deadline: float, may_send: object
-    ) -> AttemptResult:
-        result = await super().forward(request, token=token, deadline=deadline, may_send=may_send)
-        return result.copy_with(outcome=Unreachable("no connection"))
 
 
 def test_probe_whose_reply_was_lost_is_repeated_with_the_same_nonce() -> None:

@@ -17,7 +17,7 @@ from tests.paths import ROOT
 from tests.support import make_http_client, running_process, skip_or_fail
 
 REPLACEMENT = "\ufffd"
-"""What servers write instead of bytes that are no UTF-8, for example of one half of a character."""
+"""Character that servers write instead of bytes that are not UTF-8, for example of half a character."""
 
 
 class Engine:

@@ -60,7 +60,7 @@ _MALFORMED_SCALE = 0.85
 
 
 class Next(IntEnum):
-    """What follows in UTF-8 text, as far as one byte shows it."""
+    """Kind of byte that follows in UTF-8 text, as far as one byte shows it."""
 
     CHARACTER = 0
     LAST_BYTE = 1

@@ -7,11 +7,10 @@ by its deadline.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from dispatcher.core.patterns import matches_any
+from dispatcher.core.patterns import RuleFinder
 from dispatcher.core.requests.request import Request
 from dispatcher.core.requests.score import PRIORITIES, compute_score
 from dispatcher.core.sequences.turns import parse_submission_time
@@ -52,9 +51,9 @@ class DelayTimedOut:
     score: float
 
 
-def find_timeout(rules: Sequence[RuleTimeout], path: str) -> RuleTimeout | None:
+def find_timeout(rules: RuleFinder[RuleTimeout], path: str) -> RuleTimeout | None:
     """Return the timeout for requests to a path. `None` if there is none."""
-    rule = next((rule for rule in rules if matches_any(rule.paths, path)), None)
+    rule = rules.find_rule(path)
     return None if rule is None or rule.timeout_s is None else rule
 
 

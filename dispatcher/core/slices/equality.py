@@ -19,7 +19,13 @@ import msgspec
 
 from dispatcher.core.slices.answers import Continues, Finished, interpret_answer
 from dispatcher.core.slices.bodies import build_slice_body, compute_slice_tokens
-from dispatcher.core.slices.eligibility import Generation, SliceTerms, WholeReason, check_generation
+from dispatcher.core.slices.eligibility import (
+    CHAT_SUFFIX,
+    Generation,
+    SliceTerms,
+    WholeReason,
+    check_generation,
+)
 from dispatcher.core.slices.progress import Progress, Stage
 from dispatcher.core.slices.stream import join_events
 
@@ -169,7 +175,7 @@ class EqualityCheck:
 def _build_payload(path: str, model: str, template_options: msgspec.Raw | None) -> bytes:
     fields: dict[str, Any] = {"model": model} if model else {}
     fields |= {"max_tokens": _WHOLE_TOKENS, "temperature": 0}
-    if path.endswith("/chat/completions"):
+    if path.endswith(CHAT_SUFFIX):
         fields["messages"] = [{"role": "user", "content": _MESSAGE}]
         if template_options is not None:
             fields["chat_template_kwargs"] = template_options

@@ -80,5 +80,5 @@ class SizeEstimator:
 
 
 def _find_median(values: deque[float]) -> float:
-    # The module `statistics` takes longer to import than all of the settings.
+    # Not `statistics.median`: every command imports this module, and would pay for that import at its start.
     return sorted(values)[len(values) // 2]

@@ -50,6 +50,9 @@ class ModelSupport:
     """Share of the prompt of continued slices that was in the prefix cache, as a moving average."""
     size: SizeEstimator = field(default_factory=SizeEstimator)
 
+    def is_check_due(self, at: float) -> bool:
+        return not self.is_being_checked and at >= self.check_at
+
 
 @dataclass(slots=True)
 class SupportTable:
@@ -80,7 +83,7 @@ class SupportTable:
     def begin_check(self, key: ModelKey, at: float) -> EqualityCheck | None:
         """Return a check to run now. `None` if none is due, or one is running."""
         support = self.get_support(key)
-        if support.is_being_checked or at < support.check_at:
+        if not support.is_check_due(at):
             return None
         support.is_being_checked = True
         path, model, template_options = key

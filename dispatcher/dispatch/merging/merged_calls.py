@@ -11,7 +11,7 @@ from dispatcher.core.gateway.outcome import Delivered, Failed, FailureKind
 from dispatcher.core.merging import shapes
 from dispatcher.core.merging.call_size import CallMeasurement, CallSize
 from dispatcher.core.merging.grouping import BatchRule, MergeMode
-from dispatcher.core.patterns import matches_any
+from dispatcher.core.patterns import RuleFinder
 from dispatcher.core.printable import truncate_text
 from dispatcher.core.requests.request import Request
 from dispatcher.telemetry.status import MergeTargetStatus
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 MAX_TARGETS = 256
 """Maximum number of targets that are remembered."""
-MAX_PATHS = 256
 MAX_MODEL_CHARS = 100
 """Length to which a longer model name is cut."""
 MAX_SPLIT_LISTS = 64
@@ -136,9 +135,7 @@ class MergeTargets:
     """Targets by path and model, and the rules for paths."""
 
     def __init__(self, rules: Sequence[BatchRule]) -> None:
-        self._rules = rules
-        self._rule_by_path: dict[str, BatchRule | None] = {}
-        """Rule of each path that was asked for."""
+        self._rule_by_path = RuleFinder(rules)
         self._targets: OrderedDict[tuple[str, str], MergeTarget] = OrderedDict()
 
     def __iter__(self) -> Iterator[MergeTarget]:
@@ -146,16 +143,7 @@ class MergeTargets:
 
     def find_rule(self, path: str) -> BatchRule | None:
         """Return the first rule that applies to a path."""
-        try:
-            return self._rule_by_path[path]
-        except KeyError:
-            pass
-        if len(self._rule_by_path) >= MAX_PATHS:
-            # Paths come from producers, so their number must be bounded.
-            self._rule_by_path.clear()
-        found = next((rule for rule in self._rules if matches_any(rule.paths, path)), None)
-        self._rule_by_path[path] = found
-        return found
+        return self._rule_by_path.find_rule(path)
 
     def get_target(self, path: str, model: str, rule: BatchRule) -> MergeTarget:
         """Return the target of path and model. If there are too many, the least recently used one is

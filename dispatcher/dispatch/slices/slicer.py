@@ -11,7 +11,7 @@ to the one before. A request whose lease ends without an answer keeps the progre
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dispatcher.core.gateway.outcome import Delivered
@@ -132,7 +132,7 @@ class Slicer:
         template_options = generation.fields.get("chat_template_kwargs")
         key = path, request.version or generation.model, bytes(template_options or b"")
         support = self.support.get_support(key)
-        is_due = self._is_check_due(key)
+        is_due = support.is_check_due(loop_time())
         # A model that was equal is checked again by one request, while the others are sliced.
         is_equal = support.reason is None and not is_due
         is_checked = self._options.skips_check or progress is not None or is_equal
@@ -153,10 +153,6 @@ class Slicer:
         if counts is not None and counts.started >= self._options.max_started:
             return WholeReason.TOO_MANY_STARTED
         return None
-
-    def _is_check_due(self, key: ModelKey) -> bool:
-        support = self.support.get_support(key)
-        return not support.is_being_checked and loop_time() >= support.check_at
 
     def forget_lease(self, token: str) -> None:
         """Forget a lease that has ended."""
@@ -234,13 +230,7 @@ class Slicer:
         if progress is None or not progress.session_token or failed_attempts >= MAX_ATTEMPTS_AT_SERVER:
             return session
         headers = {**session.headers, self._token_header: progress.session_token}
-        return Session(
-            headers,
-            session.token_header,
-            session.sequence_id,
-            is_first=session.is_first,
-            is_last=session.is_last,
-        )
+        return replace(session, headers=headers)
 
     async def _check_model(
         self, attempt: Attempt, key: ModelKey, deadline: float, may_send: Callable[[], bool]

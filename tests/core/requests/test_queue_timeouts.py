@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dispatcher.core.patterns import RuleFinder
 from dispatcher.core.requests.queue_timeouts import (
     DelayTimedOut,
     RejectTimedOut,
@@ -73,6 +74,6 @@ def test_request_of_a_sequence_is_rejected_but_never_delayed() -> None:
 
 def test_first_rule_with_a_matching_path_applies_even_without_a_timeout() -> None:
     rules = [make_rule("reject", None, "/v1/chat"), make_rule("delay", 5.0, "/v1/*")]
-    assert find_timeout(rules, "/v1/chat") is None
-    assert find_timeout(rules, "/v1/embeddings") is rules[1]
-    assert find_timeout(rules, "/elsewhere") is None
+    assert find_timeout(RuleFinder(rules), "/v1/chat") is None
+    assert find_timeout(RuleFinder(rules), "/v1/embeddings") is rules[1]
+    assert find_timeout(RuleFinder(rules), "/elsewhere") is None

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from dispatcher.core.gateway.outcome import Delivered, Failed
 from dispatcher.core.merging.grouping import BatchRule, GroupingRule, MergeMode
+from dispatcher.core.patterns import MAX_PATHS
 from dispatcher.dispatch.merging.merged_calls import (
     MAX_ANSWER_BYTES,
     MAX_MODEL_CHARS,
-    MAX_PATHS,
     MAX_SPLIT_LISTS,
     MAX_TARGETS,
     MergeTargets,
