@@ -57,7 +57,7 @@ unit: setup ## Run the fast tests of the core and of the dispatch loop, in under
 # Only the tests of the core count. What other tests happen to run is not checked by them, and the model test of the
 # queue proves the scripts.
 coverage: setup ## Hold the core to 99 % of its lines and branches
-	$(PYTEST) -n $(JOBS) -m "not serial and not long" tests/core tests/properties --ignore-glob='*queue*' \
+	$(PYTEST) -n $(JOBS) -m "not serial and not long" tests/core tests/properties --ignore=tests/properties/test_queue_model.py \
 		--cov=dispatcher/core --cov-branch --cov-report=
 	$(BIN)/coverage report --include='dispatcher/core/*' --skip-covered --fail-under=99
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.core.patterns import matches_any, matches_pattern, patterns_overlap
+from dispatcher.core.patterns import MAX_PATHS, RuleFinder, matches_any, matches_pattern, patterns_overlap
 
 patterns = st.text("ab*", max_size=6)
 NAMES = ["".join(letters) for length in range(7) for letters in product("ab", repeat=length)]
@@ -49,3 +50,18 @@ def test_overlap_of_example_patterns(one: str, other: str, *, overlaps: bool) ->
 
 def test_overlap_of_patterns_with_many_asterisks_is_computed_quickly() -> None:
     assert not patterns_overlap("*a" * 100, "b*" * 100 + "b")
+
+
+@dataclass(frozen=True)
+class Rule:
+    paths: tuple[str, ...]
+
+
+def test_first_rule_for_a_path_is_found_and_the_number_of_remembered_paths_is_bounded() -> None:
+    rules = [Rule(("/v1/chat", "/v1/embed*")), Rule(("/v1/*",))]
+    finder = RuleFinder(rules)
+    for number in range(3 * MAX_PATHS):
+        assert finder.find_rule("/v1/embeddings") is rules[0]
+        assert finder.find_rule(f"/v1/{number}") is rules[1]
+        assert finder.find_rule(f"/v2/{number}") is None
+        assert len(finder) <= MAX_PATHS
