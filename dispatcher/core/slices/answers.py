@@ -15,12 +15,18 @@ import msgspec
 from msgspec.structs import replace
 
 from dispatcher.core.slices.eligibility import Generation, WholeReason
+from dispatcher.core.slices.pieces import (
+    NotContinuableError,
+    Piece,
+    Usage,
+    count_token_ids,
+    join_token_ids,
+    read_piece,
+)
 from dispatcher.core.slices.progress import Progress, Stage
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """Character that many servers return for bytes that are no complete character."""
-_BYTES_PER_TOKEN_ID = 5
-"""Largest size of a token id in the stored progress."""
 _WITHHELD_TOKENS = 3
 """Largest number of tokens of a part of a character, which some servers leave out of the text."""
 
@@ -28,20 +34,6 @@ _WITHHELD_TOKENS = 3
 @dataclass(frozen=True, slots=True)
 class Unchanged:
     """The answer is that of the request, as it came."""
-
-
-class Usage(msgspec.Struct):
-    """Tokens of one slice."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    prompt_tokens_details: dict[str, Any] | None = None
-
-    @property
-    def cached_tokens(self) -> int | None:
-        """Tokens of the prompt that were in the prefix cache. `None` if the server does not say."""
-        cached = (self.prompt_tokens_details or {}).get("cached_tokens")
-        return cached if type(cached) is int else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +66,6 @@ SliceResult = Unchanged | Finished | Continues
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """Text and tokens of one slice."""
-
-    answer: dict[str, Any]
-    """The whole answer."""
-    text: str
-    finish_reason: str
-    usage: Usage
-    token_ids: tuple[int, ...]
-    prompt_token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class _Kept:
     """Values that are kept with the text."""
 
@@ -94,14 +73,6 @@ class _Kept:
     version: str
     session_token: str
     repeats_text: bool
-
-
-class _NotContinuable(Exception):  # noqa: N818 - never leaves this module
-    """The answer says something that cannot be joined."""
-
-    def __init__(self, reason: WholeReason, why: str) -> None:
-        super().__init__(why)
-        self.reason, self.why = reason, why
 
 
 _encode = msgspec.json.Encoder().encode
@@ -133,13 +104,13 @@ def interpret_answer(
     if not 200 <= status < 300:
         return _interpret_error(progress, status)
     try:
-        piece = _read_piece(body, is_chat=generation.is_chat)
+        piece = read_piece(body, is_chat=generation.is_chat)
         if progress is not None and generation.is_chat:
             piece = _remove_repetition(piece, progress)
         kept = _Kept(max_kept_bytes, version, session_token, repeats_text)
         joined = _join_piece(generation, progress, piece, None if is_cut else asked_tokens, kept)
         return _add_uncounted_tokens(joined, progress, piece) if is_cut else joined
-    except _NotContinuable as error:
+    except NotContinuableError as error:
         if progress is None and not is_cut and _has_ended(body):
             return Unchanged()
         return _restart(error.reason, error.why)
@@ -174,56 +145,10 @@ def _has_ended(body: bytes) -> bool:
     )
 
 
-def _read_piece(body: bytes, *, is_chat: bool) -> _Piece:
-    try:
-        answer = _decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _NotContinuable(WholeReason.BODY, f"the answer to a slice cannot be read: {error}") from error
-    choices = answer.get("choices")
-    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise _NotContinuable(WholeReason.BODY, "the answer to a slice has not exactly one choice")
-    choice = choices[0]
-    text = choice.get("text")
-    if is_chat:
-        message = choice.get("message")
-        if not isinstance(message, dict):
-            raise _NotContinuable(WholeReason.BODY, "the answer to a slice has no message")
-        if message.get("reasoning_content") or message.get("reasoning"):
-            raise _NotContinuable(
-                WholeReason.REASONING, "the server returns the reasoning of the model apart"
-            )
-        if message.get("tool_calls") or message.get("function_call"):
-            raise _NotContinuable(WholeReason.TOOLS, "the answer to a slice has tool calls")
-        text = message.get("content")
-    try:
-        usage = msgspec.convert(answer.get("usage"), Usage)
-    except msgspec.ValidationError as error:
-        why = "the answer to a slice does not say how many tokens it has"
-        raise _NotContinuable(WholeReason.BODY, why) from error
-    finish_reason = choice.get("finish_reason")
-    if not isinstance(text, str) or not isinstance(finish_reason, str):
-        raise _NotContinuable(WholeReason.BODY, "the answer to a slice has no text or no finish_reason")
-    return _Piece(
-        answer,
-        text,
-        finish_reason,
-        usage,
-        _read_token_ids(choice.get("token_ids")),
-        _read_token_ids(choice.get("prompt_token_ids")),
-    )
-
-
-def _read_token_ids(ids: Any) -> tuple[int, ...]:
-    try:
-        return msgspec.convert(ids, tuple[int, ...]) if isinstance(ids, list) else ()
-    except msgspec.ValidationError:
-        return ()
-
-
 def _join_piece(
     generation: Generation,
     progress: Progress | None,
-    piece: _Piece,
+    piece: Piece,
     asked_tokens: int | None,
     kept: _Kept,
 ) -> Finished | Continues:
@@ -231,7 +156,7 @@ def _join_piece(
     before = progress or _make_first(piece, repeats_text=kept.repeats_text)
     if progress is not None and progress.token_ids and piece.text.startswith(REPLACEMENT):
         why = "the text of a slice begins with a part of a character"
-        raise _NotContinuable(WholeReason.BODY, why)
+        raise NotContinuableError(WholeReason.BODY, why)
     if asked_tokens is None:
         _check_cut_answer(generation, before, piece)
     text = before.text + piece.text
@@ -267,7 +192,7 @@ def _join_piece(
     )
     if not goes_on and asked_tokens is None:
         # The number of its tokens is a guess, so that it does not say whether these are all.
-        raise _NotContinuable(WholeReason.BODY, "the answer to a slice broke off near its end")
+        raise NotContinuableError(WholeReason.BODY, "the answer to a slice broke off near its end")
     if not goes_on:
         return _finish(joined, piece, text, piece.finish_reason, None, is_chat=generation.is_chat)
     if joined.token_ids and text.endswith(REPLACEMENT):
@@ -280,7 +205,7 @@ def _join_piece(
         # The next slice would be the same again.
         why = "a slice has added no text from which the next could go on"
         if not continuable.text or before.stage is Stage.REST:
-            raise _NotContinuable(WholeReason.BODY, why)
+            raise NotContinuableError(WholeReason.BODY, why)
         rest = replace(continuable, stage=Stage.REST, tokens=kept_tokens, cut_tokens=before.cut_tokens)
         return Continues(rest, piece.usage, WholeReason.BODY, why)
     if progress is not None and not piece.usage.prompt_tokens:  # what was cut before is not known either
@@ -288,17 +213,17 @@ def _join_piece(
     return Continues(continuable, piece.usage)
 
 
-def _check_cut_answer(generation: Generation, before: Progress, piece: _Piece) -> None:
+def _check_cut_answer(generation: Generation, before: Progress, piece: Piece) -> None:
     """Raise an exception if nothing of an answer that broke off can be kept."""
     if 0 < generation.max_tokens - before.tokens <= before.uncounted_tokens:
         # Whether there was anything left to generate is not known yet.
-        raise _NotContinuable(WholeReason.BODY, "the answer to a slice broke off after the end")
+        raise NotContinuableError(WholeReason.BODY, "the answer to a slice broke off after the end")
     if generation.stop and piece.token_ids:
         # Servers hold back text that may begin a stop string, but not its tokens.
-        raise _NotContinuable(WholeReason.BODY, "text may be missing in the answer to a slice")
+        raise NotContinuableError(WholeReason.BODY, "text may be missing in the answer to a slice")
 
 
-def _continue_before(before: Progress, piece: _Piece, *, is_cut: bool) -> Continues:
+def _continue_before(before: Progress, piece: Piece, *, is_cut: bool) -> Continues:
     """Return the result of a slice whose tokens end inside a character, which the server writes as U+FFFD.
 
     The next slice would begin with the rest of the character, and the text would have other tokens. So this
@@ -306,25 +231,25 @@ def _continue_before(before: Progress, piece: _Piece, *, is_cut: bool) -> Contin
     """
     why = "the text of a slice ends with a part of a character"
     if is_cut or not before.token_ids or before.stage is Stage.REST:
-        raise _NotContinuable(WholeReason.BODY, why)
+        raise NotContinuableError(WholeReason.BODY, why)
     return Continues(replace(before, stage=Stage.REST), piece.usage, WholeReason.BODY, why)
 
 
-def _remove_repetition(piece: _Piece, progress: Progress) -> _Piece:
+def _remove_repetition(piece: Piece, progress: Progress) -> Piece:
     """Return the piece without the text that its message begins with, if the server repeats that."""
     is_repeated = piece.text.startswith(progress.text)
     if is_repeated and not progress.repeats_text:
         # Whether it does may depend on whether it streams, which the settings may have changed.
-        raise _NotContinuable(WholeReason.UNEQUAL, "the server has repeated the beginning of the message")
+        raise NotContinuableError(WholeReason.UNEQUAL, "the server has repeated the beginning of the message")
     if not progress.repeats_text:
         return piece
     if not is_repeated:
-        raise _NotContinuable(WholeReason.BODY, "the server has not repeated the beginning of the message")
-    return dataclasses.replace(piece, text=piece.text[len(progress.text) :])
+        raise NotContinuableError(WholeReason.BODY, "the server has not repeated the beginning of the message")
+    return replace(piece, text=piece.text[len(progress.text) :])
 
 
 def _add_uncounted_tokens(
-    joined: Finished | Continues, before: Progress | None, piece: _Piece
+    joined: Finished | Continues, before: Progress | None, piece: Piece
 ) -> Finished | Continues:
     """Return the result of a cut answer with the tokens that it may have had in addition."""
     if not isinstance(joined, Continues) or piece.token_ids:
@@ -337,8 +262,8 @@ def _add_uncounted_tokens(
     return dataclasses.replace(joined, progress=progress)
 
 
-def _make_first(piece: _Piece, *, repeats_text: bool) -> Progress:
-    answer = piece.answer
+def _make_first(piece: Piece, *, repeats_text: bool) -> Progress:
+    answer = _decode(piece.answer)
     return Progress(
         Stage.SLICES,
         prompt_tokens=piece.usage.prompt_tokens,
@@ -354,7 +279,7 @@ def _read_text(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _count_kept_tokens(progress: Progress | None, piece: _Piece) -> int:
+def _count_kept_tokens(progress: Progress | None, piece: Piece) -> int:
     """Return the number of tokens that the slices before have left.
 
     Text that could not be continued was cut off, and the server generated its tokens again. What the prompt
@@ -363,7 +288,7 @@ def _count_kept_tokens(progress: Progress | None, piece: _Piece) -> int:
     if progress is None:
         return 0
     if progress.token_ids:
-        return len(progress.token_ids)
+        return progress.tokens
     left = piece.usage.prompt_tokens - progress.prompt_tokens
     # Some servers count only tokens that are not in the prefix cache, so only a similar number is believed.
     least = max(1, progress.tokens - progress.cut_tokens)
@@ -371,13 +296,13 @@ def _count_kept_tokens(progress: Progress | None, piece: _Piece) -> int:
     return min(left, most) if least / 2 <= left <= 2 * most + 16 else progress.tokens
 
 
-def _join_token_ids(progress: Progress | None, piece: _Piece) -> tuple[int, ...]:
+def _join_token_ids(progress: Progress | None, piece: Piece) -> bytes:
     """Return the tokens of all slices. Empty if they are not known completely."""
-    if len(piece.token_ids) != piece.usage.completion_tokens:
-        return ()
+    if count_token_ids(piece.token_ids) != piece.usage.completion_tokens:
+        return b""
     if progress is None:
-        return piece.token_ids if piece.prompt_token_ids else ()
-    return progress.token_ids + piece.token_ids if progress.token_ids else ()
+        return piece.token_ids if piece.prompt_token_ids else b""
+    return join_token_ids(progress.token_ids, piece.token_ids) if progress.token_ids else b""
 
 
 def _find_stop(stop: tuple[str, ...], text: str, known_length: int) -> tuple[int, str] | None:
@@ -397,12 +322,12 @@ def _prepare_continuation(generation: Generation, joined: Progress, max_kept_byt
     """Return the progress from which the next slice can go on."""
     text = joined.text
     if joined.token_ids:
-        size = len(text) * 4 + _BYTES_PER_TOKEN_ID * (len(joined.token_ids) + len(joined.prompt_token_ids))
+        size = len(text) * 4 + len(joined.token_ids) + len(joined.prompt_token_ids)
         if not generation.is_chat and size <= max_kept_bytes:
             return joined
         if not isinstance(generation.prompt, str):
             why = "the prompt consists of token ids, and the tokens generated so far cannot be used"
-            raise _NotContinuable(WholeReason.PROMPT, why)
+            raise NotContinuableError(WholeReason.PROMPT, why)
     # The next slice generates the cut end again. A part of a character cannot be sent, and chat templates
     # strip the white space at the end of a message.
     text = text.rstrip(REPLACEMENT)
@@ -410,17 +335,18 @@ def _prepare_continuation(generation: Generation, joined: Progress, max_kept_byt
         text = text.rstrip()
         if text[:1].isspace():
             why = "the text begins with white space, which chat templates strip"
-            raise _NotContinuable(WholeReason.BODY, why)
+            raise NotContinuableError(WholeReason.BODY, why)
     stage = Stage.REST if len(text.encode(errors="replace")) > max_kept_bytes else joined.stage
     cut_tokens = len(joined.text[len(text) :].encode(errors="replace")) + _WITHHELD_TOKENS
-    return replace(joined, stage=stage, text=text, token_ids=(), prompt_token_ids=(), cut_tokens=cut_tokens)
+    return replace(joined, stage=stage, text=text, token_ids=b"", prompt_token_ids=b"", cut_tokens=cut_tokens)
 
 
 def _finish(
-    joined: Progress, piece: _Piece, text: str, finish_reason: str, stop: str | None, *, is_chat: bool
+    joined: Progress, piece: Piece, text: str, finish_reason: str, stop: str | None, *, is_chat: bool
 ) -> Finished:
     """Return the answer of the whole: the last one, with the text, tokens and names of all."""
-    answer, choice = dict(piece.answer), dict(piece.answer["choices"][0])
+    answer = _decode(piece.answer)
+    choice = answer["choices"][0]
     if is_chat:
         choice["message"] = {**choice["message"], "content": text}
     else:
@@ -431,7 +357,7 @@ def _finish(
     for name in ("token_ids", "prompt_token_ids"):  # asked for by the dispatcher only
         choice.pop(name, None)
         answer.pop(name, None)
-    usage = dict(answer["usage"])
+    usage = answer["usage"]
     if joined.slices > 1:
         usage.pop("prompt_tokens_details", None)  # those of the last slice
         if joined.response_id:
@@ -440,7 +366,6 @@ def _finish(
             answer["created"] = joined.created
     usage["prompt_tokens"], usage["completion_tokens"] = joined.prompt_tokens, joined.tokens
     usage["total_tokens"] = joined.prompt_tokens + joined.tokens
-    answer["choices"], answer["usage"] = [choice], usage
     return Finished(_encode(answer), joined.slices, joined.cached_tokens, piece.usage)
 
 

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from dispatcher.core.requests.request import Request
 from dispatcher.core.sequences.turns import Session
 from dispatcher.core.slices.eligibility import Generation
+from dispatcher.core.slices.pieces import join_token_ids
 from dispatcher.core.slices.progress import Progress, Stage
 
 _encode = msgspec.json.Encoder().encode
@@ -53,7 +54,8 @@ def build_slice_body(
             fields["messages"] = _append_message(fields["messages"], progress.text)
             fields["add_generation_prompt"], fields["continue_final_message"] = _FALSE, _TRUE
         elif progress.token_ids:
-            fields["prompt"] = msgspec.Raw(_encode(progress.prompt_token_ids + progress.token_ids))
+            ids = join_token_ids(progress.prompt_token_ids, progress.token_ids)
+            fields["prompt"] = msgspec.Raw(b"[%b]" % ids)
         else:
             assert isinstance(generation.prompt, str)  # noqa: S101 -- others are continued by their tokens
             fields["prompt"] = msgspec.Raw(_encode(generation.prompt + progress.text))

@@ -30,10 +30,10 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
     """Number of slices that were answered."""
     text: str = ""
     """Text of all slices."""
-    token_ids: tuple[int, ...] = ()
-    """Tokens of all slices. Empty if the generation is continued by its text."""
-    prompt_token_ids: tuple[int, ...] = ()
-    """Tokens of the prompt. Empty if the generation is continued by its text."""
+    token_ids: bytes = b""
+    """Tokens of all slices, as JSON without the brackets. Empty if the generation is continued by its text."""
+    prompt_token_ids: bytes = b""
+    """Tokens of the prompt, like `token_ids`."""
     tokens: int = 0
     """Number of generated tokens."""
     uncounted_tokens: int = 0

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 from dispatcher.core.gateway.outcome import Delivered
 from dispatcher.core.requests.request import SLICING_ATTRIBUTE, SLICING_OFF
 from dispatcher.core.sequences.turns import Session
-from dispatcher.core.slices.answers import Continues, Finished, SliceResult, Usage, interpret_answer
+from dispatcher.core.slices.answers import Continues, Finished, SliceResult, interpret_answer
 from dispatcher.core.slices.bodies import build_slice_body, compute_slice_tokens, replace_body
 from dispatcher.core.slices.eligibility import Generation, WholeReason, check_generation
 from dispatcher.core.slices.equality import Continuation
+from dispatcher.core.slices.pieces import Usage
 from dispatcher.core.slices.progress import Progress, Stage, decode_progress, encode_progress
 from dispatcher.core.slices.revocation import RevocationPlanner
 from dispatcher.core.slices.size import MEASURE_TOKENS, vary_tokens

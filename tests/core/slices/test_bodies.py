@@ -109,7 +109,7 @@ def test_completion_is_continued_by_its_text() -> None:
 
 
 def test_completion_is_continued_by_its_tokens_if_they_are_known() -> None:
-    progress = make_progress(token_ids=(3, 4), prompt_token_ids=(1, 2))
+    progress = make_progress(token_ids=b"3,4", prompt_token_ids=b"1,2")
     body = build(make_generation(), progress, wants_ids=True)
     assert body["prompt"] == [1, 2, 3, 4]
     assert body["return_token_ids"] is True

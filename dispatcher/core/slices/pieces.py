@@ -1,0 +1,126 @@
+"""What one slice has generated, as its answer says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from dispatcher.core.slices.eligibility import WholeReason
+
+_NO_IDS = msgspec.Raw(b"")
+_SPACE, _DIGITS_AND_COMMAS = b" \t\r\n", b"0123456789,"
+
+
+class NotContinuableError(Exception):
+    """The answer says something that cannot be joined. It never leaves the package."""
+
+    def __init__(self, reason: WholeReason, why: str) -> None:
+        super().__init__(why)
+        self.reason, self.why = reason, why
+
+
+class _PromptTokensDetails(msgspec.Struct):
+    cached_tokens: Any = None
+
+
+class Usage(msgspec.Struct):
+    """Tokens of one slice."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: _PromptTokensDetails | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Tokens of the prompt that were in the prefix cache. `None` if the server does not say."""
+        cached = self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details else None
+        return cached if type(cached) is int else None
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Text and tokens of one slice."""
+
+    text: str
+    finish_reason: str
+    usage: Usage
+    token_ids: bytes
+    """Tokens of the text, as JSON without the brackets. Empty if the server does not return them."""
+    prompt_token_ids: bytes
+    answer: bytes
+    """The whole answer, as the answer to a call without a stream."""
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    tool_calls: Any = None
+    function_call: Any = None
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str
+    text: str | None = None
+    message: _Message | None = None
+    token_ids: msgspec.Raw = _NO_IDS
+    prompt_token_ids: msgspec.Raw = _NO_IDS
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+    usage: Usage
+
+
+# Tokens and fields that are not looked at are not decoded: an answer has thousands of them.
+_decode = msgspec.json.Decoder(_Answer).decode
+
+
+def read_piece(body: bytes, *, is_chat: bool) -> Piece:
+    """Return what the answer to a call says.
+
+    Raise an exception if a part is missing, or if there is something that cannot be continued.
+    """
+    try:
+        answer = _decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        why = f"the answer to a slice cannot be read: {error}"
+        raise NotContinuableError(WholeReason.BODY, why) from error
+    if len(answer.choices) != 1:
+        raise NotContinuableError(WholeReason.BODY, "the answer to a slice has not exactly one choice")
+    (choice,) = answer.choices
+    text = choice.text
+    if is_chat:
+        message = choice.message or _Message()
+        check_reasoning(message.reasoning_content or message.reasoning)
+        if message.tool_calls or message.function_call:
+            raise NotContinuableError(WholeReason.TOOLS, "the answer to a slice has tool calls")
+        text = message.content
+    if text is None:
+        raise NotContinuableError(WholeReason.BODY, "the answer to a slice has no text")
+    token_ids, prompt_token_ids = read_token_ids(choice.token_ids), read_token_ids(choice.prompt_token_ids)
+    return Piece(text, choice.finish_reason, answer.usage, token_ids, prompt_token_ids, body)
+
+
+def check_reasoning(reasoning: Any) -> None:
+    """Raise an exception if an answer has a reasoning of its own."""
+    if reasoning:
+        why = "the server returns the reasoning of the model apart"
+        raise NotContinuableError(WholeReason.REASONING, why)
+
+
+def read_token_ids(raw: msgspec.Raw) -> bytes:
+    """Return a JSON list of numbers without its brackets. Empty if it is something else."""
+    ids = bytes(raw).translate(None, _SPACE)
+    if not ids.startswith(b"[") or ids[1:-1].translate(None, _DIGITS_AND_COMMAS):
+        return b""
+    return ids[1:-1]
+
+
+def join_token_ids(*ids: bytes) -> bytes:
+    """Return lists without brackets as one."""
+    return b",".join(filter(None, ids))
+
+
+def count_token_ids(ids: bytes) -> int:
+    return ids.count(b",") + 1 if ids else 0
