@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 
 from dispatcher.core.gateway.outcome import Delivered, Failed, FailureKind
@@ -200,7 +199,7 @@ class AttemptRunner:
     def _complete_with_progress(self, entry: InFlightLease, completion: Completion) -> None:
         """Complete a lease. If its request returns to the queue, new progress is stored with it."""
         if entry.has_new_progress and isinstance(completion, Release):
-            completion = replace(completion, progress=entry.lease.progress)
+            completion = completion.copy_with(progress=entry.lease.progress)
         self._complete(completion)
 
     def _interpret_answer(self, attempt: Attempt, judged: AttemptResult) -> FollowUp:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dispatcher.core.limit.allowance import Allowance
     from dispatcher.core.limit.limiter import Limiter
     from dispatcher.dispatch.completions import Completion
-    from dispatcher.dispatch.flush import ClaimedTurns, CompletionFlusher
+    from dispatcher.dispatch.flush import ClaimedByFlush, CompletionFlusher
     from dispatcher.dispatch.in_flight import InFlightTable
     from dispatcher.dispatch.lanes import LaneRules
     from dispatcher.dispatch.models.warm_up import WarmUpRunner
@@ -143,8 +143,8 @@ class Claimer:
             self._warm_ups.allow_probe(claim_result, allowance.probe_limit)
         self._limiter.record_probe(loop_time(), has_other_requests=self._access.has_claimable_requests)
 
-    def permit_next_turns(self) -> Permit | None:
-        """Return the permit to claim next requests of sequences. `None` if a claim now would be impossible or
+    def permit_claim_by_flush(self) -> Permit | None:
+        """Return the permit to claim requests with a flush. `None` if a claim now would be impossible or
         different: a probe, a repetition, one by one."""
         allowance = self._limiter.get_allowance(loop_time())
         must_claim_otherwise = (
@@ -155,8 +155,8 @@ class Claimer:
         )
         return None if must_claim_otherwise else self.build_permit(allowance)
 
-    async def start_claimed_turns(self, claimed: ClaimedTurns) -> None:
-        """Start the next requests of sequences that came with a flush."""
+    async def start_claimed_by_flush(self, claimed: ClaimedByFlush) -> None:
+        """Start the requests that came with a flush."""
         if claimed.claim_result is None:  # the reply was lost: the next claim repeats it
             self._claim_nonce, self._claim_asked_at = claimed.nonce, claimed.asked_at
             self._access.has_work = True

@@ -1,8 +1,8 @@
-"""Reports finished requests to the queue, and claims the next requests of their sequences in the same call.
+"""Reports finished requests to the queue, and claims requests that go on in the same call.
 
     flush    reports all completions, with one call for each kind
     claim    if requests of sequences end, the next ones come with the reply. This saves a claim and the check
-             of their turns.
+             of their turns. Likewise, generations of which a slice has ended are claimed again for the next.
 
 A lost reply loses nothing: the completions are reported again, and the next claim returns the leases of the
 lost reply, because it uses the same nonce.
@@ -11,8 +11,9 @@ lost reply, because it uses the same nonce.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 from dispatcher.core.sequences.decisions import TurnGranted
@@ -22,12 +23,21 @@ from dispatcher.dispatch.in_flight import InFlightLease
 from dispatcher.dispatch.journal import Journal
 from dispatcher.dispatch.lanes import LaneRules
 from dispatcher.dispatch.queue_access import QueueAccess, loop_time
-from dispatcher.ports import ClaimResult, DeadLetter, Lease, Permit, Release, Settlement, SettleStatus
+from dispatcher.ports import (
+    ClaimResult,
+    DeadLetter,
+    EndAndClaimResult,
+    Lease,
+    Permit,
+    Release,
+    Settlement,
+    SettleStatus,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimedTurns:
-    """Next requests of sequences that a flush has claimed."""
+class ClaimedByFlush:
+    """Requests that a flush has claimed: next ones of sequences, or the next slices of generations."""
 
     nonce: str
     """Nonce of the call that flushed and claimed."""
@@ -68,52 +78,64 @@ class CompletionFlusher:
             if not isinstance(completion, Release) or completion.new_score is not None
         )
 
-    async def flush_all(self, get_permit: Callable[[], Permit | None]) -> ClaimedTurns | None:
-        """Flush all pending completions. `get_permit` returns the permit to claim next requests of sequences,
+    async def flush_all(self, get_permit: Callable[[], Permit | None]) -> ClaimedByFlush | None:
+        """Flush all pending completions. `get_permit` returns the permit to claim requests in the same step,
         or `None` if none may be claimed."""
         # Requests that finish during the calls below are appended to the new list.
         pending, self.pending = self.pending, []
         settlements = [completion for completion in pending if isinstance(completion, Settlement)]
         releases = [completion for completion in pending if isinstance(completion, Release)]
         dead_letters = [completion for completion in pending if isinstance(completion, DeadLetter)]
-        access, claimed_turns = self._access, None
+        access, queue, claimed = self._access, self._access.queue, None
         if settlements:
             # Without a request of a sequence there is no next one, and the plain call is cheaper.
             permit = (
                 get_permit() if any(completion.turn_end is not None for completion in settlements) else None
             )
             if permit is not None:
-                claimed_turns = await self._settle_and_claim_next(settlements, permit)
+                claimed = await self._end_and_claim(
+                    "settle", settlements, permit, partial(queue.settle_and_claim_next, settlements)
+                )
             else:
                 self._handle_statuses(
-                    settlements, await access.call_queue("settle", access.queue.settle(settlements))
+                    settlements, await access.call_queue("settle", queue.settle(settlements))
                 )
         if releases:
-            self._handle_statuses(
-                releases, await access.call_queue("release", access.queue.release(releases))
-            )
+            # A flush claims with one call only, because only one nonce can be repeated.
+            permit = get_permit() if claimed is None and any(map(_goes_on, releases)) else None
+            if permit is not None:
+                claimed = await self._end_and_claim(
+                    "release", releases, permit, partial(queue.release_and_claim_again, releases)
+                )
+            else:
+                self._handle_statuses(releases, await access.call_queue("release", queue.release(releases)))
         if dead_letters:
             self._handle_statuses(
                 dead_letters,
-                await access.call_queue("dead-letter", access.queue.move_to_dead_letters(dead_letters)),
+                await access.call_queue("dead-letter", queue.move_to_dead_letters(dead_letters)),
             )
-        return claimed_turns
+        return claimed
 
-    async def _settle_and_claim_next(self, settlements: list[Settlement], permit: Permit) -> ClaimedTurns:
+    async def _end_and_claim(
+        self,
+        what: str,
+        completions_sent: Sequence[Completion],
+        permit: Permit,
+        call: Callable[[str, Permit], Awaitable[EndAndClaimResult]],
+    ) -> ClaimedByFlush:
+        """Report completions with a call that also claims, with the nonce and the permit that it is given."""
         access = self._access
         nonce, asked_at = next(self.nonces), access.clock()
-        reply = await access.call_queue(
-            "settle", access.queue.settle_and_claim_next(settlements, nonce, permit)
-        )
+        reply = await access.call_queue(what, call(nonce, permit))
         # Keep the nonce: a claim with it returns leases that the queue may have created.
         if reply is None or reply.claim_result is None:
-            self._handle_statuses(settlements, None if reply is None else reply.statuses)
-            return ClaimedTurns(nonce, asked_at, permit, None)
-        self._handle_statuses(settlements, reply.statuses, is_next_known=True)
+            self._handle_statuses(completions_sent, None if reply is None else reply.statuses)
+            return ClaimedByFlush(nonce, asked_at, permit, None)
+        self._handle_statuses(completions_sent, reply.statuses, is_next_known=True)
         access.record_sign_of_life(asked_at)
         access.update_from_reply(reply.claim_result)
         access.has_work = access.has_work or reply.claim_result.claimable_count > 0
-        return ClaimedTurns(nonce, asked_at, permit, reply.claim_result, reply.granted_turns)
+        return ClaimedByFlush(nonce, asked_at, permit, reply.claim_result, reply.granted_turns)
 
     def _handle_statuses(
         self,
@@ -124,7 +146,7 @@ class CompletionFlusher:
     ) -> None:
         """Remove the leases that have ended, and keep the completions that must be flushed again.
 
-        `is_next_known` is True if the next requests of the sequences are already known.
+        `is_next_known` is True if the reply says whether there are requests to claim.
         """
         if statuses is None:
             # The queue is unreachable: the whole call is repeated with the next flush.
@@ -141,9 +163,14 @@ class CompletionFlusher:
             if isinstance(completion, Release):
                 makes_work = completion.delay_s <= 0 and not completion.missing_model
             else:
-                makes_work = not is_next_known and completions.get_turn_end(completion) is not None
-            if self._lane_rules.record_completion(lease, completion) or makes_work:
+                makes_work = completions.get_turn_end(completion) is not None
+            if self._lane_rules.record_completion(lease, completion) or (makes_work and not is_next_known):
                 self._access.has_work = True
+
+
+def _goes_on(release: Release) -> bool:
+    """Return True if the request has new progress, and may be claimed again at once."""
+    return bool(release.stored_progress) and release.delay_s <= 0 and not release.missing_model
 
 
 def _generate_nonces() -> Iterator[str]:

@@ -290,9 +290,9 @@ class Dispatcher:
         if self.running_count and len(pending) < FLUSH_NOW_COUNT and not self._stop_event.is_set():
             # Requests of a pool often finish together; one call for all is cheaper than one each.
             await asyncio.sleep(FLUSH_DELAY_S)
-        claimed_turns = await self._flusher.flush_all(self._claimer.permit_next_turns)
-        if claimed_turns is not None:
-            await self._claimer.start_claimed_turns(claimed_turns)
+        claimed = await self._flusher.flush_all(self._claimer.permit_claim_by_flush)
+        if claimed is not None:
+            await self._claimer.start_claimed_by_flush(claimed)
 
     def _remove_lost_lease(self, token: str) -> InFlightLease | None:
         self.wake_up()

@@ -190,21 +190,19 @@ class SettleStatus(StrEnum):
     went to the list instead, and the lease ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class SettleAndClaimResult:
-    """Reply to `Queue.settle_and_claim_next`."""
+class EndAndClaimResult(Value, frozen=True):
+    """Reply to `Queue.settle_and_claim_next` and `Queue.release_and_claim_again`."""
 
     statuses: Sequence[SettleStatus | None]
-    """Statuses as `settle` returns them."""
+    """Statuses as `settle` and `release` return them."""
     claim_result: ClaimResult | None
-    """Next requests of the sequences, leased to the caller. `None` if they are not known, or there can be
-    none: a claim with the same nonce returns them."""
+    """Requests that were leased to the caller. `None` if they are not known, or there can be none: a claim
+    with the same nonce returns them."""
     granted_turns: Sequence[TurnGranted] = ()
-    """Granted turns for these leases, as `claim_turns` would return them."""
+    """Granted turns for the next requests of sequences, as `claim_turns` would return them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(Value, frozen=True):
     """A lease that ends without a result: the request returns to the queue."""
 
     lease: Lease
@@ -465,7 +463,7 @@ class Queue(ModelRegistry, Protocol):
 
     async def settle_and_claim_next(
         self, settlements: Sequence[Settlement], nonce: str, permit: Permit
-    ) -> SettleAndClaimResult:
+    ) -> EndAndClaimResult:
         """Settle the requests, and in the same step lease the next requests of their sequences to the caller.
 
         Only requests are leased that a `claim` with this permit would have leased: in order, up to the first
@@ -476,6 +474,16 @@ class Queue(ModelRegistry, Protocol):
 
     async def release(self, releases: Sequence[Release]) -> Sequence[SettleStatus]:
         """End each lease without a result, as its `Release` says."""
+        ...
+
+    async def release_and_claim_again(
+        self, releases: Sequence[Release], nonce: str, permit: Permit
+    ) -> EndAndClaimResult:
+        """Release the requests, and in the same step lease those with new progress to the caller again.
+
+        Only requests are leased that a `claim` with this permit would have leased: in order, up to the first
+        that has no room or has another request before it. `nonce` must not be one of an earlier claim.
+        """
         ...
 
     async def return_waiting_for_models(self, models: Sequence[str]) -> ReturnedRequests:

@@ -389,6 +389,163 @@ async def test_copied_request_starts_again_from_the_beginning(world: World) -> N
     assert len(await list_started(world)) == 1, "the other queue is unchanged"
 
 
+async def release_and_claim(
+    queue: Queue, *releases: Release, limit: int = 100, nonce: str = "again"
+) -> tuple[list[SettleStatus | None], list[Lease]]:
+    """Release requests and claim them again in one step. Return the statuses and the leases."""
+    reply = await queue.release_and_claim_again(releases, nonce, permit(limit))
+    claimed = [] if reply.claim_result is None else reply.claim_result.leases
+    return list(reply.statuses), list(claimed)
+
+
+async def test_started_request_is_claimed_again_with_its_release(world: World) -> None:
+    queue = world.owner()
+    lease = await start_request(world, queue)
+    (lease,) = await claim(queue)
+    statuses, (again,) = await release_and_claim(queue, Release(lease, progress=b"part 2"))
+    assert statuses == DONE
+    assert (again.entry_id, again.member, again.score) == (lease.entry_id, lease.member, lease.score)
+    assert (again.progress, again.lane, again.deliveries) == (b"part 2", Lane.STARTED, 3)
+    assert again.token != lease.token
+    assert (await claim(queue), await list_started(world)) == ([], [])
+    assert await queue.release([Release(lease)]) == [SettleStatus.LOST]
+    assert await queue.settle([answer(again)]) == DONE
+
+
+async def test_first_slice_is_claimed_again_like_later_ones(world: World) -> None:
+    queue = world.owner()
+    await world.zadd(NOW + 1000, member())
+    (lease,) = await claim(queue)
+    _, (again,) = await release_and_claim(queue, Release(lease, progress=b"part 1"))
+    assert (again.progress, again.failed_attempts) == (b"part 1", 0)
+
+
+@pytest.mark.parametrize("lost_count", [1, 2])
+async def test_claim_by_the_nonce_returns_the_requests_claimed_again(world: World, lost_count: int) -> None:
+    queue = world.owner()
+    await start_request(world, queue)
+    (lease,) = await claim(queue)
+    _, (again,) = await release_and_claim(queue, Release(lease, progress=b"part 2"))
+    for _ in range(lost_count):
+        repeated = await queue.claim(5, "again", permit(), max_per_lane={Lane.STARTED: 5})
+        assert list(repeated.leases) == [again]
+
+
+@pytest.mark.parametrize("other", ["pending", "started", "suspect"])
+async def test_request_before_a_started_one_keeps_it_from_being_claimed_again(
+    world: World, other: str
+) -> None:
+    queue = world.owner()
+    await start_request(world, queue, PRIORITY + NOW + 1000)
+    (lease,) = await claim(queue)
+    if other == "started":
+        await start_request(world, queue, NOW + 2000, name="other")
+    else:
+        await world.zadd(NOW + 2000, member("other"))
+    if other == "suspect":
+        for _ in range(2):
+            (suspect,) = await claim(queue)
+            await world.lose_leases(queue, suspect)
+    reply = await queue.release_and_claim_again([Release(lease, progress=b"part 2")], "again", permit())
+    assert reply.claim_result is not None
+    assert (list(reply.statuses), list(reply.claim_result.leases)) == (DONE, [])
+    assert reply.claim_result.claimable_count == (1 if other == "suspect" else 2)
+    assert [each.score for each in await claim(queue)] == [NOW + 2000, lease.score]
+
+
+async def test_request_behind_a_started_one_does_not_keep_it_from_being_claimed_again(world: World) -> None:
+    queue = world.owner()
+    await start_request(world, queue, NOW + 1000)
+    (lease,) = await claim(queue)
+    await start_request(world, queue, NOW + 2000, name="started, later deadline")
+    await world.zadd(NOW - 1000, member("earlier deadline, not started"))
+    reply = await queue.release_and_claim_again([Release(lease, progress=b"part 2")], "again", permit())
+    assert reply.claim_result is not None
+    assert [each.entry_id for each in reply.claim_result.leases] == [lease.entry_id]
+    assert reply.claim_result.claimable_count == 2
+
+
+async def test_started_requests_are_claimed_again_as_far_as_there_is_room(world: World) -> None:
+    queue = world.owner()
+    for number in (2, 0, 1):
+        await start_request(world, queue, NOW + number, name=f"r-{9 - number}")
+    leases = await claim(queue)
+    releases = [Release(lease, progress=b"part 2") for lease in reversed(leases)]
+    statuses, again = await release_and_claim(queue, *releases, limit=2)
+    assert statuses == DONE * 3
+    assert [lease.score - NOW for lease in again] == [0, 1]
+    assert [lease.score - NOW for lease in await claim(queue)] == [2]
+
+
+async def test_heavy_started_request_is_not_overtaken_by_a_lighter_one(world: World) -> None:
+    queue = world.owner()
+    for number in range(2):
+        await start_request(world, queue, NOW + number, name=f"r-{number}")
+    heavy, light = await claim(queue)
+    await queue.set_lease_units([(heavy, 3)], permit())
+    releases = [Release(lease, progress=b"part 2") for lease in (light, heavy)]
+    assert await release_and_claim(queue, *releases, limit=2) == (DONE * 2, [])
+    assert [lease.units for lease in await claim(queue)] == [3, 1]
+
+
+@pytest.mark.parametrize("reason", ["paused", "limit 0", "delayed", "waits for its model", "no progress"])
+async def test_request_is_not_claimed_again_if_a_claim_would_not_lease_it(world: World, reason: str) -> None:
+    queue = world.owner()
+    await start_request(world, queue)
+    (lease,) = await claim(queue)
+    release = Release(
+        lease,
+        progress=None if reason == "no progress" else b"part 2",
+        delay_s=1000.0 if reason == "delayed" else 0.0,
+        missing_model="a" if reason == "waits for its model" else "",
+    )
+    if reason == "paused":
+        await world.queue_admin.pause("me", "why")
+    limit = 0 if reason == "limit 0" else 100
+    assert await release_and_claim(queue, release, limit=limit) == (DONE, [])
+    if reason == "paused":
+        await world.queue_admin.resume()
+    if reason not in ("delayed", "waits for its model"):
+        assert [each.entry_id for each in await claim(queue)] == [lease.entry_id]
+
+
+async def test_only_live_leases_are_claimed_again(world: World) -> None:
+    queue = world.owner()
+    await start_request(world, queue)
+    (lost,) = await claim(queue)
+    await world.lose_leases(queue, lost)
+    (lease,) = await claim(world.owner("owner-2"))
+    late, new = Release(lost, progress=b"late"), Release(lease, progress=b"new")
+    assert await release_and_claim(queue, late) == ([SettleStatus.LOST], [])
+    statuses, (again,) = await release_and_claim(world.owner("owner-2"), new, new)
+    assert (statuses, again.progress) == ([SettleStatus.DONE, SettleStatus.LOST], b"new")
+
+
+async def test_suspect_is_not_claimed_again_with_its_release(world: World) -> None:
+    queue = world.owner()
+    await start_request(world, queue)
+    for _ in range(2):
+        (lease,) = await claim(queue)
+        await world.lose_leases(queue, lease)
+    (lease,) = await claim(queue)
+    assert await release_and_claim(queue, Release(lease, progress=b"part 2")) == (DONE, [])
+    (lease,) = await claim(queue, started=0)
+    assert (lease.progress, lease.lane) == (b"part 2", Lane.SUSPECTS)
+
+
+async def test_turn_stays_with_a_request_that_is_claimed_again(world: World) -> None:
+    queue = world.owner()
+    for number in range(2):
+        await world.zadd(NOW + 1000 + number, member(f"r-{number}"))
+    turns = [(lease, Turn("s")) for lease in await claim(queue)]
+    await queue.claim_turns(turns, TERMS)
+    _, (again,) = await release_and_claim(queue, Release(turns[0][0], progress=b"part 1"))
+    (decision,) = (await queue.claim_turns([(again, Turn("s"))], TERMS)).decisions
+    assert decision == TurnGranted(0, "", b"", True)
+    await queue.settle([answer(again, turn_end=TurnEnd(Turn("s")))])
+    assert [lease.entry_id for lease in await claim(queue)] == [turns[1][0].entry_id]
+
+
 async def test_two_owners_take_slices_of_one_request_in_turn(world: World) -> None:
     owners = [world.owner(f"owner-{number}") for number in range(2)]
     await world.zadd(NOW + 1000, member())

@@ -27,11 +27,11 @@ from dispatcher.core.sequences.decisions import (
 from dispatcher.core.sequences.turns import OnError, SequenceSnapshot, SequenceStatus, Turn
 from dispatcher.ports import (
     DeadLetter,
+    EndAndClaimResult,
     Lease,
     Overload,
     Queue,
     Release,
-    SettleAndClaimResult,
     Settlement,
     SettleStatus,
     UnleasedRequest,
@@ -148,7 +148,7 @@ async def test_other_requests_run_while_a_sequence_waits(world: World) -> None:
 
 async def settle_and_get_next(
     queue: Queue, leases: Sequence[Lease], limit: int = 1000, nonce: str = "", apart: int = 0, **left: Any
-) -> SettleAndClaimResult:
+) -> EndAndClaimResult:
     """Settle these leases, and return the requests that are granted next."""
     ends = [
         answer(one, msgspec.json.encode({"id": get_request_id(one)})).copy_with(
@@ -1179,7 +1179,7 @@ class SequenceHistory:
             reply = await queue.settle_and_claim_next([settlement], f"handing-{lease.token}", permit())
             (decisions,) = reply.statuses
         else:
-            reply = SettleAndClaimResult(await queue.settle([settlement]), None)
+            reply = EndAndClaimResult(await queue.settle([settlement]), None)
             (decisions,) = reply.statuses
         if decisions is SettleStatus.DONE:
             assert self.going.pop(get_turn(lease).id) == get_request_id(lease)

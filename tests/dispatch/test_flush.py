@@ -11,7 +11,7 @@ import pytest
 from dispatcher.core.gateway.outcome import Delivered
 from dispatcher.core.requests.request import Request, encode_member, parse_member
 from dispatcher.dispatch.sequences.turns import ParsedRequestCache
-from dispatcher.ports import Permit, QueueUnavailableError, SettleAndClaimResult, Settlement, SettleStatus
+from dispatcher.ports import EndAndClaimResult, Permit, QueueUnavailableError, Settlement, SettleStatus
 from tests.dispatch.scene import Scene, lease, run_in_scene
 from tests.dispatch.sequence_scene import SequenceGateway, build_turns, read_results, submit_turns
 
@@ -31,7 +31,7 @@ class CallRecorder:
 
     async def settle_and_claim_next(
         self, settlements: Sequence[Settlement], nonce: str, permit: Permit
-    ) -> SettleAndClaimResult:
+    ) -> EndAndClaimResult:
         reply = await self._settle_and_claim_next(settlements, nonce, permit)
         if self.replies_to_lose:
             self.replies_to_lose -= 1

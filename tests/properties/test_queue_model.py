@@ -33,6 +33,7 @@ from dispatcher.ports import (
     ClaimResult,
     DeadLetter,
     Overload,
+    Permit,
     Release,
     Settlement,
     Submission,
@@ -173,7 +174,7 @@ class QueueModel(QueueComparison):
             assert order == sorted(order)
 
     @rule(owner=owners, lose_reply=reply_losses)
-    def claim_again(self, owner: int, lose_reply: bool) -> None:
+    def repeat_claim(self, owner: int, lose_reply: bool) -> None:
         """Repeat the last claim, as a caller does that got no reply in time."""
         nonce, probing = self.nonces[owner]
         if not nonce:
@@ -247,8 +248,17 @@ class QueueModel(QueueComparison):
                 self.finished_count += 1
         self.forget_leases(owner, chosen)
 
-    @rule(data=st.data(), owner=owners, lose_reply=reply_losses)
-    def release(self, data: st.DataObject, owner: int, lose_reply: bool) -> None:
+    @rule(
+        data=st.data(),
+        owner=owners,
+        lose_reply=reply_losses,
+        claims_again=st.booleans(),
+        limit=limits,
+        lag=lags,
+    )
+    def release(
+        self, data: st.DataObject, owner: int, lose_reply: bool, claims_again: bool, limit: int, lag: int
+    ) -> None:
         flags: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
             {
                 "delay_s": st.sampled_from([0.0, 1000.0]),
@@ -272,9 +282,42 @@ class QueueModel(QueueComparison):
             ]
             for which in (0, 1)
         ]
+        if claims_again:
+            self.release_and_claim_again(
+                owner, chosen, releases, self.make_permit(owner, limit, lag), lose_reply
+            )
+            return
         real, twin = self.run_on_both(owner, lambda queue, which: queue.release(releases[which]), lose_reply)
         assert list(real) == list(twin)
         self.forget_leases(owner, chosen)
+
+    def release_and_claim_again(
+        self,
+        owner: int,
+        chosen: Sequence[LeasePair],
+        releases: Sequence[Sequence[Release]],
+        permit: Permit,
+        lose_reply: bool = False,
+    ) -> None:
+        self.serial_number += 1
+        nonce, before = f"n-{self.serial_number}", self.sum_redis_units()
+        real, twin = self.run_on_both(
+            owner,
+            lambda queue, which: queue.release_and_claim_again(releases[which], nonce, permit),
+            lose_reply,
+        )
+        assert list(real.statuses) == list(twin.statuses)
+        self.forget_leases(owner, chosen)
+        claimed = twin.claim_result
+        # The queue remembers the nonce only if it has claimed something. After a lost reply, a claim with the
+        # nonce returns the leases.
+        self.nonces[owner] = (nonce if claimed is not None and claimed.leases else "", False)
+        if real.claim_result is not None and claimed is not None:
+            self.record_claim(owner, real.claim_result, claimed)
+            self.event_counts["claimed again"] += len(claimed.leases)
+            assert real.claim_result.lease_counts.live_units <= max(before, permit.limit)
+        else:
+            assert lose_reply or real.claim_result is claimed is None
 
     @rule(owner=owners, number=st.integers(0, 2))
     def delay_until_due(self, owner: int, number: int) -> None:
@@ -320,17 +363,20 @@ class QueueModel(QueueComparison):
         owner=owners,
         number=st.integers(0, 2),
         deadline=st.sampled_from([1000, 4 * 10**9]),
-        next_step=st.sampled_from(["", "expire", "dead-letter"]),
+        next_step=st.sampled_from(["", "again", "expire", "dead-letter"]),
     )
     def start_requests(self, owner: int, number: int, deadline: int, next_step: str) -> None:
-        """Store progress of some requests, then claim them again, and expire them or accept them again from
-        the dead-letter set."""
+        """Store progress of some requests, then claim them again, in the same step or in another one. Or
+        expire them, or accept them again from the dead-letter set."""
         self.submit(owner, number, deadline, False)
         self.claim(owner, 6, 16, 0, 2, False)
         chosen = self.held_leases[owner][-4:]
         sides = [
             [Release((pair.real, pair.twin)[which], progress=b"part") for pair in chosen] for which in (0, 1)
         ]
+        if next_step == "again":
+            self.release_and_claim_again(owner, chosen, sides, self.make_permit(owner, 16))
+            return
         real, twin = self.run_on_both(owner, lambda queue, which: queue.release(sides[which]))
         assert list(real) == list(twin)
         self.forget_leases(owner, chosen)
@@ -672,7 +718,8 @@ EXPECTED_EVENTS = (
     *("replies lost", "done dead_letter=False", "done dead_letter=True", "lost dead_letter=False"),
     *("bad-list dead_letter=False", "lost by silent owners", "lost by ended owners", "clock stepped back"),
     *("units set", "too heavy", "waiting for model", "returned", "cancelled", "expired waiting for model"),
-    *("progress stored", "claimed with progress", "expired with progress", "requeued with progress"),
+    *("progress stored", "claimed with progress", "claimed again", "expired with progress"),
+    "requeued with progress",
 )
 
 

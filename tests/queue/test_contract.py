@@ -39,6 +39,7 @@ SCRIPTS = sorted((ROOT / "dispatcher" / "queue" / "lua").glob("*.lua"))
 FRAGMENTS = {
     "byte_order",
     "common",
+    "claim_again",
     "claim_next",
     "list_ttl",
     "queue_order",

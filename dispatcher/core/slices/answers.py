@@ -7,8 +7,6 @@ whole, so that no consumer gets text that one call could not have returned.
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -24,6 +22,7 @@ from dispatcher.core.slices.pieces import (
     read_piece,
 )
 from dispatcher.core.slices.progress import Progress, Stage
+from dispatcher.core.value import Value
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """Character that many servers return for bytes that are no complete character."""
@@ -31,13 +30,11 @@ _WITHHELD_TOKENS = 3
 """Largest number of tokens of a part of a character, which some servers leave out of the text."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unchanged:
+class Unchanged(Value, frozen=True):
     """The answer is that of the request, as it came."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Value, frozen=True):
     """The generation has ended."""
 
     body: bytes
@@ -49,8 +46,7 @@ class Finished:
     """Tokens of the last slice. `None` if its answer does not say them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Continues:
+class Continues(Value, frozen=True):
     """The generation goes on with another call."""
 
     progress: Progress
@@ -65,8 +61,7 @@ class Continues:
 SliceResult = Unchanged | Finished | Continues
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
+class _Kept(Value, frozen=True):
     """Values that are kept with the text."""
 
     max_bytes: int
@@ -104,7 +99,7 @@ def interpret_answer(
     if not 200 <= status < 300:
         return _interpret_error(progress, status)
     try:
-        piece = read_piece(body, is_chat=generation.is_chat)
+        piece = read_piece(body, is_chat=generation.is_chat, is_first=progress is None)
         if progress is not None and generation.is_chat:
             piece = _remove_repetition(piece, progress)
         kept = _Kept(max_kept_bytes, version, session_token, repeats_text)
@@ -244,7 +239,9 @@ def _remove_repetition(piece: Piece, progress: Progress) -> Piece:
     if not progress.repeats_text:
         return piece
     if not is_repeated:
-        raise NotContinuableError(WholeReason.BODY, "the server has not repeated the beginning of the message")
+        raise NotContinuableError(
+            WholeReason.BODY, "the server has not repeated the beginning of the message"
+        )
     return replace(piece, text=piece.text[len(progress.text) :])
 
 
@@ -259,7 +256,7 @@ def _add_uncounted_tokens(
     if before is not None and not piece.usage.prompt_tokens:  # those before are not counted yet either
         uncounted_tokens += before.uncounted_tokens
     progress = replace(joined.progress, uncounted_tokens=uncounted_tokens)
-    return dataclasses.replace(joined, progress=progress)
+    return joined.copy_with(progress=progress)
 
 
 def _make_first(piece: Piece, *, repeats_text: bool) -> Progress:

@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from dispatcher.core.value import Value
+
 CHAT_SUFFIX, COMPLETIONS_SUFFIX = "/chat/completions", "/completions"
 
 
@@ -74,8 +76,7 @@ class SliceTerms:
     """True to slice requests with a seed. Each slice is then sampled with another seed, computed from it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
+class Generation(Value, frozen=True):
     """A request that may be sliced, as far as its body says."""
 
     fields: Mapping[str, msgspec.Raw]
@@ -204,10 +205,8 @@ def check_generation(
     if not has_begun and _is_obviously_short(payload, terms.min_tokens):
         return WholeReason.SHORT
     is_chat = path.endswith(CHAT_SUFFIX)
-    if has_begun:
-        terms = SliceTerms(0, 0, allow_seed=True)
     try:
-        return _check_fields(_decode_fields(payload), is_chat=is_chat, terms=terms)
+        return _check_fields(_decode_fields(payload), is_chat=is_chat, terms=None if has_begun else terms)
     except _Whole as whole:
         return whole.reason
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -223,7 +222,8 @@ def _is_obviously_short(payload: bytes, min_tokens: int) -> bool:
     return all(len(number) < _MAX_DIGITS and 0 < int(number) < min_tokens for number in numbers)
 
 
-def _check_fields(fields: dict[str, msgspec.Raw], *, is_chat: bool, terms: SliceTerms) -> Generation:
+def _check_fields(fields: dict[str, msgspec.Raw], *, is_chat: bool, terms: SliceTerms | None) -> Generation:
+    """Return the generation. `terms` is `None` if it has begun, so that the table has allowed its fields."""
     max_tokens_field = "max_tokens"
     if is_chat and fields.get("max_completion_tokens", _NULL) != _NULL:
         max_tokens_field = "max_completion_tokens"
@@ -233,11 +233,14 @@ def _check_fields(fields: dict[str, msgspec.Raw], *, is_chat: bool, terms: Slice
         raise _Whole(WholeReason.NO_MAX_TOKENS)
     if type(max_tokens) is not int or max_tokens < 1:
         raise _Whole(WholeReason.BODY)
-    if max_tokens < terms.min_tokens or max_tokens <= terms.slice_tokens:
-        raise _Whole(WholeReason.SHORT)
-    values = _decode_values(fields, _CHAT if is_chat else _COMPLETION)
-    if is_chat:
-        _check_messages(fields.get("messages", _NULL))
+    if terms is None:
+        values = {name: _decode(fields[name]) for name in _USED if name in fields}
+    else:
+        if max_tokens < terms.min_tokens or max_tokens <= terms.slice_tokens:
+            raise _Whole(WholeReason.SHORT)
+        values = _decode_values(fields, _CHAT if is_chat else _COMPLETION)
+        if is_chat:
+            _check_messages(fields.get("messages", _NULL))
     return Generation(
         fields=fields,
         is_chat=is_chat,
@@ -246,7 +249,7 @@ def _check_fields(fields: dict[str, msgspec.Raw], *, is_chat: bool, terms: Slice
         max_tokens_field=max_tokens_field,
         stop=_read_stop(values.get("stop")),
         prompt="" if is_chat else _read_prompt(fields.get("prompt", _NULL)),
-        seed=_read_seed(values, allow_seed=terms.allow_seed),
+        seed=_read_seed(values, allow_seed=terms is None or terms.allow_seed),
     )
 
 
@@ -322,4 +325,5 @@ class _Message(msgspec.Struct):
 
 
 _NULL = msgspec.Raw(b"null")
+_USED = ("model", "stop", "seed", "temperature")
 _CONTENT = frozenset({"messages", "prompt", "max_tokens", "max_completion_tokens"})

@@ -76,8 +76,8 @@ class _Answer(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Answer).decode
 
 
-def read_piece(body: bytes, *, is_chat: bool) -> Piece:
-    """Return what the answer to a call says.
+def read_piece(body: bytes, *, is_chat: bool, is_first: bool) -> Piece:
+    """Return what the answer to a call says. The tokens of the prompt are read in the first one only.
 
     Raise an exception if a part is missing, or if there is something that cannot be continued.
     """
@@ -98,7 +98,8 @@ def read_piece(body: bytes, *, is_chat: bool) -> Piece:
         text = message.content
     if text is None:
         raise NotContinuableError(WholeReason.BODY, "the answer to a slice has no text")
-    token_ids, prompt_token_ids = read_token_ids(choice.token_ids), read_token_ids(choice.prompt_token_ids)
+    token_ids = read_token_ids(choice.token_ids)
+    prompt_token_ids = read_token_ids(choice.prompt_token_ids) if is_first else b""
     return Piece(text, choice.finish_reason, answer.usage, token_ids, prompt_token_ids, body)
 
 

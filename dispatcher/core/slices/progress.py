@@ -31,7 +31,8 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
     text: str = ""
     """Text of all slices."""
     token_ids: bytes = b""
-    """Tokens of all slices, as JSON without the brackets. Empty if the generation is continued by its text."""
+    """Tokens of all slices, as JSON without the brackets. Empty if the generation is continued by its
+    text."""
     prompt_token_ids: bytes = b""
     """Tokens of the prompt, like `token_ids`."""
     tokens: int = 0

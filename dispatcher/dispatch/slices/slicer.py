@@ -226,12 +226,14 @@ class Slicer:
         """Return the headers that send the slice to the server that has the beginning in its prefix cache."""
         if not self._token_header:
             return request.session
-        session = request.session or Session({}, self._token_header)
+        session = request.session
         # After failures, the server may be the cause.
         if progress is None or not progress.session_token or failed_attempts >= MAX_ATTEMPTS_AT_SERVER:
-            return session
-        headers = {**session.headers, self._token_header: progress.session_token}
-        return replace(session, headers=headers)
+            return session or Session({}, self._token_header)
+        header = {self._token_header: progress.session_token}
+        if session is None:
+            return Session(header, self._token_header)
+        return replace(session, headers={**session.headers, **header})
 
     async def _check_model(
         self, attempt: Attempt, key: ModelKey, deadline: float, may_send: Callable[[], bool]

@@ -20,6 +20,7 @@ from dispatcher.ports import (
     ClaimResult,
     ClaimTurnsResult,
     DeadLetter,
+    EndAndClaimResult,
     Lease,
     LeaseCounts,
     LeaseUnitsResult,
@@ -32,7 +33,6 @@ from dispatcher.ports import (
     RemainingRequest,
     RenewResult,
     ReturnedRequests,
-    SettleAndClaimResult,
     Settlement,
     SettleStatus,
     SharedState,
@@ -122,12 +122,7 @@ class MemoryQueue:
             assumed_units=assumed_units,
             is_probe=is_probe,
         )
-        return ClaimResult(
-            [_to_lease(each) for each in taken],
-            self._count_leases(caller),
-            self._read_shared_state(),
-            waiting,
-        )
+        return self._build_claim_result(caller, taken, waiting)
 
     async def renew(self, leases: Sequence[Lease]) -> RenewResult:
         caller = self._begin_step()
@@ -170,23 +165,40 @@ class MemoryQueue:
 
     async def settle_and_claim_next(
         self, settlements: Sequence[Settlement], nonce: str, permit: Permit
-    ) -> SettleAndClaimResult:
+    ) -> EndAndClaimResult:
         caller, queue, ready_entries = self._begin_step(), self._queue, list[Entry]()
         statuses = results.settle(queue, settlements, ready_entries)
         taken = steps.claim_next(queue, caller, nonce, self._permit_in_pool_time(permit), ready_entries)
         waiting = queue.waiting_count - queue.count_passed_over({}, taken)
-        claimed = ClaimResult(
+        return EndAndClaimResult(
+            statuses,
+            self._build_claim_result(caller, taken, waiting),
+            [sequences.get_granted_turn(queue, each.entry) for each in taken],
+        )
+
+    def _build_claim_result(
+        self, caller: Caller, taken: Sequence[LeaseRecord], claimable_count: int
+    ) -> ClaimResult:
+        return ClaimResult(
             [_to_lease(each) for each in taken],
             self._count_leases(caller),
             self._read_shared_state(),
-            waiting,
-        )
-        return SettleAndClaimResult(
-            statuses, claimed, [sequences.get_granted_turn(queue, each.entry) for each in taken]
+            claimable_count,
         )
 
     async def release(self, releases: Sequence[Release]) -> Sequence[SettleStatus]:
         return steps.release(self._queue, self._begin_step().now, releases)
+
+    async def release_and_claim_again(
+        self, releases: Sequence[Release], nonce: str, permit: Permit
+    ) -> EndAndClaimResult:
+        caller, queue, continued = self._begin_step(), self._queue, list[Entry]()
+        statuses = steps.release(queue, caller.now, releases, continued)
+        if not continued:
+            return EndAndClaimResult(statuses, None)
+        taken = steps.claim_again(queue, caller, nonce, self._permit_in_pool_time(permit), continued)
+        waiting = queue.waiting_count - queue.count_passed_over({Lane.STARTED: len(taken) + 1}, taken)
+        return EndAndClaimResult(statuses, self._build_claim_result(caller, taken, waiting))
 
     async def return_waiting_for_models(self, models: Sequence[str]) -> ReturnedRequests:
         self._begin_step()

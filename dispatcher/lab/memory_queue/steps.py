@@ -217,6 +217,24 @@ def claim_next(
     return taken
 
 
+def claim_again(
+    queue: QueueState, caller: Caller, nonce: str, permit: Permit, continued: Sequence[Entry]
+) -> list[LeaseRecord]:
+    """Lease those of the continued entries that the next claim would lease first."""
+    _, room = _get_limit_and_room(queue.pool, caller, permit, is_probe=False)
+    taken: list[LeaseRecord] = []
+    while True:
+        source = queue.next_source(_ONE_OF_EACH_OPEN)
+        entry = None if source is None else source.peek_entry()
+        if source is None or entry is None or entry not in continued or entry.units > room:
+            break
+        room -= entry.units
+        taken.append(queue.lease_entry(source.pop_entry(), caller.owner, caller.now, entry.units))
+    if taken:
+        _remember_claim(queue, caller, nonce, taken)
+    return taken
+
+
 def _find_claim(queue: QueueState, owner: str, nonce: str) -> list[LeaseRecord] | None:
     known = queue.claims_by_nonce.get((owner, nonce))
     if known is None:
@@ -322,7 +340,10 @@ def count_just_leased_units(pool: PoolState, caller: Caller) -> int:
     return sum(found.values())
 
 
-def release(queue: QueueState, now: float, releases: Sequence[Release]) -> list[SettleStatus]:
+def release(
+    queue: QueueState, now: float, releases: Sequence[Release], continued: list[Entry] | None = None
+) -> list[SettleStatus]:
+    """Return requests to the queue. Those that wait for their next slice now are added to `continued`."""
     statuses = []
     for release_ in releases:
         grant = queue.find_lease(release_.lease)
@@ -351,6 +372,8 @@ def release(queue: QueueState, now: float, releases: Sequence[Release]) -> list[
             queue.move_entry(entry, Location.DELAYED, now + release_.delay_s)
         else:
             queue.move_entry(entry, Location.RETURNED)
+            if continued is not None and progress and entry.lane is Lane.STARTED:
+                continued.append(entry)
         statuses.append(SettleStatus.DONE)
     return statuses
 

@@ -44,6 +44,11 @@ local function choose_lane(state)
   end
 end
 
+local function is_started(state)
+  local lane = choose_lane(state)
+  return lane and LANES[lane].set == STARTED
+end
+
 -- The sets in which requests wait for a claim, with their letters: pending ('P'; these requests have no entry yet),
 -- returned, and the lanes. Outside of the scripts, a lane is named by its number (redis/search.py).
 local WAITING_SETS, WAITING_LETTERS, WAITING_NAMES = {PENDING, RETURNED}, {'P', 'R'}, {'P', 'R'}
@@ -86,6 +91,11 @@ end
 -- only at its first write, and for lack of memory only if that write can grow. After this removal of nothing, Redis
 -- takes all writes of the script or none, and a queue in a full Redis can still be worked off.
 local function begin_writes() call('HDEL', CONTROL, '') end
+
+-- Run a command with arguments in pairs that may be too many for one call.
+local function run_in_batches(command, key, args)
+  for at = 1, #args, 1000 do call(command, key, unpack(args, at, math.min(at + 999, #args))) end
+end
 
 -- Record that the owner is alive until `now + timeout_s`. With a timeout of 0, the owner sends no heartbeats, and
 -- only its leases run out.

@@ -6,6 +6,7 @@
 local function is_before(a, b)
   if a.score_value ~= b.score_value then return a.score_value < b.score_value end
   if a.goes_first ~= b.goes_first then return a.goes_first end
+  if a.own_score ~= b.own_score then return a.own_score < b.own_score end
   if a.tie_break ~= b.tie_break then return is_bytewise_before(a.tie_break, b.tie_break) end
   -- If two members have the same bytes, the one that was claimed before is first.
   return (a.id or math.huge) < (b.id or math.huge)
@@ -14,6 +15,7 @@ end
 -- Set what orders a request in the queue: its score and, if it is in a lane, the lane.
 local function set_place(candidate, score, lane)
   candidate.score_value, candidate.goes_first = parse_score(score), lane and lane.goes_first or false
+  candidate.own_score = candidate.score_value
   if candidate.goes_first then
     local value = candidate.score_value
     -- The lowest score of the priority (core/requests/score.py). The product of a very large number may be rounded up.

@@ -34,9 +34,6 @@ local ready_count = 0 -- number of entries that became claimable in this script
 -- lane), and entries that are to wait (they are leased). Before the queue of a run is read, its names are written.
 local changed_sequences, ready_entries, waiting_entries = {}, {}, {}
 local names_to_add, names_to_remove, runs_with_changes = {}, {}, {}
-local function run_in_batches(command, key, args)
-  for at = 1, #args, 1000 do call(command, key, unpack(args, at, math.min(at + 999, #args))) end
-end
 local function write_run_queues()
   run_in_batches('ZADD', RUN_QUEUES, names_to_add)
   run_in_batches('ZREM', RUN_QUEUES, names_to_remove)

@@ -34,7 +34,7 @@ end
 if shared_state and may_have_progress then check_progress_types() end
 if #sequences > 0 then cache_sequences(sequences, call('HMGET', SEQUENCES, unpack(sequences))) end
 
-local dropped, statuses, claimed_next, record = 0, {format_float(now), 0, false}, false, {}
+local dropped, statuses, claimed_next, claimed_count = 0, {format_float(now), 0, false}, false, 0
 if #live > 0 then
   begin_writes()
   if offer then correct_future_times(shared, now) end
@@ -63,8 +63,7 @@ if #live > 0 then
   end
   delete_entries(finished, started)
   if offer and shared_state then
-    claimed_next, record = claim_next(offer, shared, now)
-    if #record > 1 then call('SET', offer.reply_key, cmsgpack.pack(record), 'EX', reply_s) end
+    claimed_next, claimed_count = claim_next(offer, shared, now)
   elseif shared_state then
     write_sequences(now)
   end
@@ -79,7 +78,7 @@ statuses[2] = dropped
 for _, item in ipairs(items) do statuses[#statuses + 1] = item.status end
 if #live > 0 then
   -- A repetition of this call gets the number of claimed leases only. A claim by the nonce returns the leases.
-  statuses[3] = math.max(0, #record - 1)
+  statuses[3] = claimed_count
   call('SET', REPLY, cmsgpack.pack(statuses), 'EX', reply_s)
 end
 statuses[3] = claimed_next

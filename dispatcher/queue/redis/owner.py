@@ -23,6 +23,7 @@ from dispatcher.ports import (
     ClaimResult,
     ClaimTurnsResult,
     DeadLetter,
+    EndAndClaimResult,
     Lease,
     LeaseUnitsResult,
     ModelRegistryState,
@@ -34,7 +35,6 @@ from dispatcher.ports import (
     RemainingRequest,
     RenewResult,
     ReturnedRequests,
-    SettleAndClaimResult,
     Settlement,
     SettleStatus,
     SweepSummary,
@@ -55,10 +55,10 @@ from dispatcher.queue.redis import cancel_markers, model_registry, script_calls,
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.outbox import Outbox
 from dispatcher.queue.redis.overdue import REMAINING, OverdueSearch
-from dispatcher.queue.redis.replies import ClaimReply, SettleReply
+from dispatcher.queue.redis.replies import ClaimReply, ReleaseReply, SettleReply
 from dispatcher.queue.redis.result_lists import ResultListChecker
 from dispatcher.queue.redis.result_writer import ResultWriter, WriteStep
-from dispatcher.queue.redis.script_calls import OwnerTerms, ResultWrite
+from dispatcher.queue.redis.script_calls import ClaimOffer, OwnerTerms, ResultWrite
 from dispatcher.queue.redis.scripts import MAX_SCRIPT_ITEMS, CallFailedError, Client, split_batches
 from dispatcher.queue.redis.waiting_for_model import count_waiting_by_model, return_waiting_for_models
 from dispatcher.queue.redis.wake_ups import WakeUpListener
@@ -310,14 +310,10 @@ class RedisQueue:
 
     async def settle_and_claim_next(
         self, settlements: Sequence[Settlement], nonce: str, permit: Permit
-    ) -> SettleAndClaimResult:
+    ) -> EndAndClaimResult:
         await self._ensure_clock_known()
         # The results may need several calls, and the offer is for one of them only.
-        offers = [
-            sequences.NextClaimOffer(
-                self.owner, self._owner_terms.lease_s, nonce, permit, self._max_member_bytes
-            )
-        ]
+        offers = [self._make_offer(nonce, permit)]
         settle_replies: list[SettleReply] = []
 
         async def settle_with_offer(writes: Sequence[ResultWrite]) -> Sequence[int]:
@@ -331,8 +327,8 @@ class RedisQueue:
 
         statuses = await self._end_leases([ResultWrite(each) for each in settlements], settle_with_offer)
         if not settle_replies:
-            return SettleAndClaimResult(statuses, None, ())
-        return SettleAndClaimResult(statuses, settle_replies[0].claim_result, settle_replies[0].granted_turns)
+            return EndAndClaimResult(statuses, None, ())
+        return EndAndClaimResult(statuses, settle_replies[0].claim_result, settle_replies[0].granted_turns)
 
     async def move_to_dead_letters(self, dead_letters: Sequence[DeadLetter]) -> Sequence[SettleStatus | None]:
         return await self._end_leases(
@@ -356,7 +352,7 @@ class RedisQueue:
         return (await self._run_settle(writes)).statuses
 
     async def _run_settle(
-        self, writes: Sequence[ResultWrite], offer: sequences.NextClaimOffer | None = None
+        self, writes: Sequence[ResultWrite], offer: ClaimOffer | None = None
     ) -> SettleReply:
         reply = await script_calls.settle(
             self.backend,
@@ -369,31 +365,66 @@ class RedisQueue:
             emit(Event.DEAD_DROPPED, count=reply.dropped_dead_count, dead_max=self._dead_max)
         return reply
 
-    async def release(self, releases: Sequence[Release]) -> Sequence[SettleStatus]:
-        statuses: list[SettleStatus] = []
-        for batch in split_batches(releases, lambda each: len(each.stored_progress or b"")):
-            statuses += await self._release_batch(batch)
-        return statuses
+    def _make_offer(self, nonce: str, permit: Permit) -> ClaimOffer:
+        return ClaimOffer(self.owner, self._owner_terms.lease_s, nonce, permit, self._max_member_bytes)
 
-    async def _release_batch(self, batch: Sequence[Release]) -> list[SettleStatus]:
+    async def release(self, releases: Sequence[Release]) -> Sequence[SettleStatus]:
+        return (await self._release_all(releases)).statuses
+
+    async def release_and_claim_again(
+        self, releases: Sequence[Release], nonce: str, permit: Permit
+    ) -> EndAndClaimResult:
+        await self._ensure_clock_known()
+        reply = await self._release_all(releases, self._make_offer(nonce, permit))
+        claimed = reply.claim_result
+        if claimed is not None:
+            # The caller has the members and the new progress already, so the reply has neither.
+            released = {each.lease.entry_id: each for each in releases}
+            claimed = claimed.copy_with(
+                leases=[
+                    lease.copy_with(
+                        member=released[lease.entry_id].lease.member,
+                        progress=released[lease.entry_id].stored_progress,
+                        lane=Lane.STARTED,
+                    )
+                    for lease in claimed.leases
+                ]
+            )
+        return EndAndClaimResult(reply.statuses, claimed)
+
+    async def _release_all(
+        self, releases: Sequence[Release], offer: ClaimOffer | None = None
+    ) -> ReleaseReply:
+        """Release requests. The first call makes the offer. If its reply is lost, a claim by the nonce
+        returns the leases."""
+        statuses, claim_result = list[SettleStatus](), None
+        for batch in split_batches(releases, lambda each: len(each.stored_progress or b"")):
+            reply = await self._release_batch(batch, offer)
+            statuses += reply.statuses
+            claim_result, offer = claim_result or reply.claim_result, None
+        return ReleaseReply(statuses, claim_result)
+
+    async def _release_batch(self, batch: Sequence[Release], offer: ClaimOffer | None) -> ReleaseReply:
         """Release a batch. If a reachable server does not take it because of the progress in it, release its
         requests one by one."""
         try:
-            return await script_calls.release(self.backend, batch)
+            return await script_calls.release(
+                self.backend, batch, None if offer is None else offer.describe(self.backend)
+            )
         except CallFailedError:
             if not any(each.stored_progress for each in batch) or not await self._is_responding():
                 raise
-        return [status for each in batch for status in await self._release_one(each)]
+        return ReleaseReply([status for each in batch for status in await self._release_one(each)])
 
     async def _release_one(self, release: Release) -> list[SettleStatus]:
         """Release a request, without its progress if a reachable server does not take it: a lease whose
         release fails again and again would run out and count as a death."""
         try:
-            return await script_calls.release(self.backend, [release])
+            return (await script_calls.release(self.backend, [release])).statuses
         except CallFailedError:
             if not release.stored_progress or not await self._is_responding():
                 raise
-        return await script_calls.release(self.backend, [replace(release, progress=None)])
+        return (await script_calls.release(self.backend, [release.copy_with(progress=None)])).statuses
 
     async def _is_responding(self) -> bool:
         return await self.backend.scripts.is_responding(self.names.queue)

@@ -27,6 +27,7 @@ from dispatcher.core.sequences.decisions import (
     TurnWaits,
 )
 from dispatcher.core.sequences.turns import SequenceSnapshot, SequenceStatus
+from dispatcher.core.value import Value
 from dispatcher.ports import (
     ClaimResult,
     ClaimTurnsResult,
@@ -159,10 +160,22 @@ def decode_lease_units(backend: Backend, reply: Reply) -> LeaseUnitsResult:
     return LeaseUnitsResult([bool(each) for each in fits], *_decode_owner_reply(backend, reply, owner_reply))
 
 
-def decode_release(backend: Backend, reply: Reply) -> list[SettleStatus]:
-    now, *statuses = reply.value
+class ReleaseReply(Value, frozen=True):
+    statuses: list[SettleStatus]
+    claim_result: ClaimResult | None = None
+    """Requests that were claimed again, with neither member nor progress. `None` if nothing was offered, or
+    if the reply was lost."""
+
+
+def decode_release(backend: Backend, reply: Reply) -> ReleaseReply:
+    now, claimed, *values = reply.value
     backend.observe_clock(reply, now)
-    return [SettleStatus.LOST if status == LOST else SettleStatus.DONE for status in statuses]
+    statuses = [SettleStatus.LOST if value == LOST else SettleStatus.DONE for value in values]
+    if not isinstance(claimed, list):  # no offer, or the reply of a repeated call, which has only a number
+        return ReleaseReply(statuses)
+    owner_reply, waiting_count, rows = claimed
+    owner_facts = _decode_owner_reply(backend, reply, owner_reply)
+    return ReleaseReply(statuses, ClaimResult(_decode_leases(rows), *owner_facts, waiting_count))
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,6 @@ from dispatcher.ports import (
     Release,
     RenewResult,
     Settlement,
-    SettleStatus,
     Submission,
     UnleasedRequest,
 )
@@ -56,6 +55,35 @@ class OwnerTerms:
 
     def to_arguments(self) -> dict[str, Any]:
         return {"owner": self.owner, "owner_timeout_s": self.timeout_s, "lease_s": self.lease_s}
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimOffer:
+    """Offer of an owner to claim requests in the step that ends leases."""
+
+    owner: str
+    lease_s: float
+    nonce: str
+    permit: Permit
+    max_member_bytes: int
+    """Size of the largest member that is moved."""
+
+    def describe(self, backend: Backend) -> dict[str, Any]:
+        """Return the offer for claim_again.lua."""
+        return {
+            "owner": self.owner,
+            "lease_s": self.lease_s,
+            "token_base": secrets.token_hex(16),
+            "max_bytes": CLAIM_BYTES,
+            "max_member_bytes": self.max_member_bytes,
+            "limit": self.permit.limit,
+            "read_at": float(backend.to_server_time(self.permit.read_at)),
+            "lost_units": self.permit.lost_units,
+            "retry_after_max_s": self.permit.retry_after_max_s,
+            "unleased_units": self.permit.unleased_units,
+            "reply_s": REPLY_TTL_S,
+            "reply_key": backend.names.reply_key(f"{self.owner}:{self.nonce}"),
+        }
 
 
 # Leases.
@@ -179,7 +207,10 @@ class _ReleaseRow(Row):
     progress: bytes
 
 
-async def release(backend: Backend, releases: Sequence[Release]) -> list[SettleStatus]:
+async def release(
+    backend: Backend, releases: Sequence[Release], offer: Mapping[str, Any] | None = None
+) -> replies.ReleaseReply:
+    """Run release.lua. `offer` is one to claim requests again (`ClaimOffer.describe`)."""
     rows = []
     for each in releases:
         missing_model, request_id, request_token = describe_model_wait(each)
@@ -203,7 +234,7 @@ async def release(backend: Backend, releases: Sequence[Release]) -> list[SettleS
         )
     reply = await backend.run_script(
         "release",
-        {"reply_s": REPLY_TTL_S, "releases": rows},
+        {"reply_s": REPLY_TTL_S, "offer": offer, "releases": rows},
         keys={"REPLY": backend.create_reply_key()},
         size_bytes=sum(len(row.progress) for row in rows),
     )
@@ -303,7 +334,7 @@ async def settle(
     dead_max: int,
     offer: Mapping[str, Any] | None = None,
 ) -> replies.SettleReply:
-    """Run settle.lua. `offer` is one to claim the next requests (`NextClaimOffer.describe`)."""
+    """Run settle.lua. `offer` is one to claim the next requests (`ClaimOffer.describe`)."""
     rows = []
     for write in writes:
         settlement = write.settlement

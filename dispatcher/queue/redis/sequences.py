@@ -3,9 +3,7 @@ of settle.lua that are about sequences."""
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -13,8 +11,7 @@ import msgspec
 from dispatcher.core.printable import truncate_text
 from dispatcher.core.sequences.decisions import SequencePage, SequenceTerms, TurnEnd
 from dispatcher.core.sequences.turns import SequenceSnapshot, SequenceStatus, Turn
-from dispatcher.ports import ClaimTurnsResult, Lease, Permit
-from dispatcher.queue.constants import CLAIM_BYTES
+from dispatcher.ports import ClaimTurnsResult, Lease
 from dispatcher.queue.redis import replies
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.scripts import MAX_SCRIPT_BYTES, Reply
@@ -130,34 +127,6 @@ def _describe_terms(terms: SequenceTerms) -> dict[str, Any]:
             for each in terms.overrides
         ],
     }
-
-
-@dataclass(frozen=True, slots=True)
-class NextClaimOffer:
-    """Offer of an owner to claim the next requests of the sequences of which it settles requests."""
-
-    owner: str
-    lease_s: float
-    nonce: str
-    permit: Permit
-    max_member_bytes: int
-    """Size of the largest member that is moved."""
-
-    def describe(self, backend: Backend) -> dict[str, Any]:
-        """Return the offer for claim_next.lua."""
-        return {
-            "owner": self.owner,
-            "lease_s": self.lease_s,
-            "token_base": secrets.token_hex(16),
-            "max_bytes": CLAIM_BYTES,
-            "max_member_bytes": self.max_member_bytes,
-            "limit": self.permit.limit,
-            "read_at": float(backend.to_server_time(self.permit.read_at)),
-            "lost_units": self.permit.lost_units,
-            "retry_after_max_s": self.permit.retry_after_max_s,
-            "unleased_units": self.permit.unleased_units,
-            "reply_key": backend.names.reply_key(f"{self.owner}:{self.nonce}"),
-        }
 
 
 async def find_remaining_requests(

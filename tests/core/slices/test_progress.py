@@ -65,5 +65,8 @@ def test_any_stored_bytes_are_progress_or_none(stored: bytes) -> None:
 
 def test_progress_of_an_older_and_of_a_newer_version_is_read() -> None:
     assert decode_progress(msgspec.msgpack.encode(["slices", 2, "text"])) == Progress(Stage.SLICES, 2, "text")
-    newer = [*msgspec.msgpack.decode(encode_progress(Progress(Stage.REST, 2))), "a field that does not exist yet"]
+    newer = [
+        *msgspec.msgpack.decode(encode_progress(Progress(Stage.REST, 2))),
+        "a field that does not exist yet",
+    ]
     assert decode_progress(msgspec.msgpack.encode(newer)) == Progress(Stage.REST, 2)
