@@ -3,55 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
 from dispatcher.core.gateway.outcome import Delivered
 from dispatcher.core.requests.request import Request, encode_member, parse_member
 from dispatcher.dispatch.sequences.turns import ParsedRequestCache
-from dispatcher.ports import EndAndClaimResult, Permit, QueueUnavailableError, Settlement, SettleStatus
+from tests.dispatch.call_recorder import CallRecorder
 from tests.dispatch.scene import Scene, lease, run_in_scene
 from tests.dispatch.sequence_scene import SequenceGateway, build_turns, read_results, submit_turns
-
-
-class CallRecorder:
-    """Counts the queue calls of the loop, and can lose replies of `settle_and_claim_next`."""
-
-    def __init__(self, scene: Scene) -> None:
-        self.queue = scene.queue
-        self.leases_per_settle: list[int] = []
-        self.settle_count = self.claimed_count = self.turn_claim_count = 0
-        self.replies_to_lose = 0
-        self._settle_and_claim_next, self._settle = self.queue.settle_and_claim_next, self.queue.settle
-        self._claim, self._claim_turns = self.queue.claim, self.queue.claim_turns
-        for name in ("settle_and_claim_next", "settle", "claim", "claim_turns"):
-            setattr(self.queue, name, getattr(self, name))
-
-    async def settle_and_claim_next(
-        self, settlements: Sequence[Settlement], nonce: str, permit: Permit
-    ) -> EndAndClaimResult:
-        reply = await self._settle_and_claim_next(settlements, nonce, permit)
-        if self.replies_to_lose:
-            self.replies_to_lose -= 1
-            raise QueueUnavailableError("Redis did not answer in time")
-        assert reply.claim_result is not None
-        self.leases_per_settle.append(len(reply.claim_result.leases))
-        return reply
-
-    async def settle(self, settlements: Sequence[Settlement]) -> Sequence[SettleStatus | None]:
-        self.settle_count += 1
-        return await self._settle(settlements)
-
-    async def claim(self, *args: Any, **options: Any) -> Any:
-        claimed = await self._claim(*args, **options)
-        self.claimed_count += len(claimed.leases)
-        return claimed
-
-    async def claim_turns(self, *args: Any) -> Any:
-        self.turn_claim_count += 1
-        return await self._claim_turns(*args)
 
 
 def test_next_turns_need_no_claim_and_no_turn_check() -> None:

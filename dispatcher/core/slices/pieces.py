@@ -1,4 +1,4 @@
-"""What one slice has generated, as its answer says."""
+"""Text and tokens of one slice, as its answer says."""
 
 from __future__ import annotations
 

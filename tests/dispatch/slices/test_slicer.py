@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -19,70 +19,29 @@ from dispatcher.core.models.availability import ModelTerms, WhenNotServed
 from dispatcher.core.models.version_template import VersionTemplate
 from dispatcher.core.models.versions import FamilyTerms
 from dispatcher.core.requests.request import Request, encode_member
-from dispatcher.core.requests.result import PoppedResult, decode_result
+from dispatcher.core.requests.result import PoppedResult
 from dispatcher.core.requests.score import compute_score
-from dispatcher.core.slices.eligibility import SliceTerms, WholeReason
+from dispatcher.core.slices.eligibility import WholeReason
 from dispatcher.core.slices.support import EQUAL_S, SupportTable
 from dispatcher.dispatch import Options
-from dispatcher.dispatch.options import FamilyOptions, SliceOptions, VersionOptions
+from dispatcher.dispatch.options import FamilyOptions, VersionOptions
 from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.lab.standin.generation_api import GenerationConfig
 from dispatcher.ports import AttemptResult, Release, Submission
 from tests.dispatch.model_scene import update_listings
 from tests.dispatch.scene import Scene, run_in_scene
 from tests.dispatch.slices.generation_gateway import GenerationGateway, generate_whole
+from tests.dispatch.slices.slice_scene import (
+    CHAT,
+    COMPLETION,
+    build_options,
+    build_payload,
+    submit,
+    summarize,
+    wait_for_calls,
+    wait_for_results,
+)
 from tests.queue.factories import claim
-
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
-
-
-def build_options(slice_tokens: int = 20, **changes: Any) -> Options:
-    """Return options for slices that all have the same size, unless `spread` is given."""
-    terms = SliceTerms(slice_tokens, slice_tokens + 1, (CHAT, COMPLETION))
-    slicing: dict[str, Any] = {"is_on": True, "terms": terms, "spread": 0.0} | changes
-    return Options(RetryPolicy(), slicing=SliceOptions(**slicing))
-
-
-def build_payload(path: str, number: int = 1, max_tokens: int = 100, **fields: Any) -> bytes:
-    content: dict[str, Any] = (
-        {"messages": [{"role": "user", "content": f"question {number}"}]}
-        if path == CHAT
-        else {"prompt": f"text {number}:"}
-    )
-    model = {"model": "m", "max_tokens": max_tokens, "temperature": 0}
-    return msgspec.json.encode({**model, **content, **fields})
-
-
-async def submit(
-    scene: Scene, path: str, payload: bytes, request_id: str = "r-1", in_s: float = 10**6, **fields: Any
-) -> None:
-    deadline = int(asyncio.get_running_loop().time() + in_s)
-    member = encode_member(request_id, payload, deadline, token="t", endpoint=path, **fields)
-    await scene.store.submit([Submission(member, float(deadline), request_id, "t", deadline)])
-
-
-async def wait_for_results(scene: Scene, count: int) -> Mapping[str, PoppedResult]:
-    results: dict[str, PoppedResult] = {}
-    for _ in range(20_000):
-        if len(results) == count:
-            return results
-        result = scene.store.pop_result()
-        if result is None:
-            await asyncio.sleep(0.05)
-            continue
-        decoded = decode_result(result)
-        assert decoded.id not in results
-        results[decoded.id] = decoded
-    raise AssertionError(f"no result of the others of {sorted(results)}")
-
-
-async def wait_for_calls(gateway: GenerationGateway, max_tokens: int, count: int) -> None:
-    """Wait until the servers have had this many calls with `max_tokens`."""
-    for _ in range(100_000):
-        if sum(call.max_tokens == max_tokens for call in gateway.calls) >= count:
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("the calls have not come")
 
 
 class RepeatingGateway(GenerationGateway):
@@ -97,15 +56,6 @@ class RepeatingGateway(GenerationGateway):
         message = answer["choices"][0]["message"]
         message["content"] = asked["messages"][-1]["content"] + message["content"]
         return result.copy_with(outcome=Delivered(200, msgspec.json.encode(answer)))
-
-
-def summarize(body: str | bytes) -> tuple[Any, ...]:
-    """Return what must not differ between an answer in slices and that of one call."""
-    answer = msgspec.json.decode(body)
-    choice = answer["choices"][0]
-    text = choice["message"]["content"] if "message" in choice else choice["text"]
-    usage = answer["usage"]
-    return text, choice["finish_reason"], usage["prompt_tokens"], usage["completion_tokens"], answer["model"]
 
 
 def run_one(
