@@ -92,7 +92,9 @@ def read_piece(body: bytes, *, is_chat: bool, is_first: bool) -> Piece:
     text = choice.text
     if is_chat:
         message = choice.message or _Message()
-        check_reasoning(message.reasoning_content or message.reasoning)
+        if message.reasoning_content or message.reasoning:
+            why = "the server returns the reasoning of the model apart"
+            raise NotContinuableError(WholeReason.REASONING, why)
         if message.tool_calls or message.function_call:
             raise NotContinuableError(WholeReason.TOOLS, "the answer to a slice has tool calls")
         text = message.content
@@ -101,13 +103,6 @@ def read_piece(body: bytes, *, is_chat: bool, is_first: bool) -> Piece:
     token_ids = read_token_ids(choice.token_ids)
     prompt_token_ids = read_token_ids(choice.prompt_token_ids) if is_first else b""
     return Piece(text, choice.finish_reason, answer.usage, token_ids, prompt_token_ids, body)
-
-
-def check_reasoning(reasoning: Any) -> None:
-    """Raise an exception if an answer has a reasoning of its own."""
-    if reasoning:
-        why = "the server returns the reasoning of the model apart"
-        raise NotContinuableError(WholeReason.REASONING, why)
 
 
 def read_token_ids(raw: msgspec.Raw) -> bytes:
