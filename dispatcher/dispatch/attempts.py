@@ -15,7 +15,8 @@ from functools import partial
 from dispatcher.core.gateway.outcome import Delivered, Failed, FailureKind
 from dispatcher.core.limit.limiter import Limiter
 from dispatcher.core.requests.request import Request
-from dispatcher.core.slices.answers import Continues
+from dispatcher.core.requests.usage import parse_token_usage
+from dispatcher.core.slices.answers import Continues, Finished
 from dispatcher.dispatch import completions
 from dispatcher.dispatch.completions import Completion
 from dispatcher.dispatch.in_flight import Attempt, InFlightLease, InFlightTable
@@ -162,11 +163,14 @@ class AttemptRunner:
         counts."""
         outcome = self._judge.judge_for_lease(entry, judged)
         self._in_flight.record_answer(entry, result.ended_at)
-        self._journal.record_attempt(entry, result, outcome)
         request = entry.request or request
         finished = None
-        if self._slicer.slices:
+        if not self._slicer.slices:
+            self._journal.record_attempt(entry, result, outcome)
+        else:
             sliced = self._slicer.interpret_outcome(entry.lease.token, request, result, outcome)
+            tokens = None if sliced is None else _count_tokens(sliced)
+            self._journal.record_attempt(entry, result, outcome, tokens)
             if isinstance(sliced, Continues):
                 self._complete(completions.build_progress_release(entry.lease, sliced.progress, sliced.why))
                 return
@@ -263,6 +267,13 @@ class AttemptRunner:
             self._remove_lease(entry.lease.token)
         else:
             self._complete_with_progress(entry, completions.build_return(entry.lease))
+
+
+def _count_tokens(sliced: Continues | Finished) -> tuple[int, int] | None:
+    """Return the tokens in and out of a slice. `None` if the answer has to be searched for them."""
+    if sliced.usage is not None:
+        return sliced.usage.limited
+    return parse_token_usage(sliced.body) if isinstance(sliced, Finished) else None
 
 
 def _make_internal_failure(error: Exception) -> Failed:

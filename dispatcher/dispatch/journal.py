@@ -122,8 +122,15 @@ class Journal:
             self._metrics.observe(series.WAIT_SECONDS, unix_now - request.created)
 
     @_log_errors
-    def record_attempt(self, entry: InFlightLease, result: AttemptResult, outcome: Outcome) -> None:
-        """Record that an attempt has ended, and how the outcome counts."""
+    def record_attempt(
+        self,
+        entry: InFlightLease,
+        result: AttemptResult,
+        outcome: Outcome,
+        tokens: tuple[int, int] | None = None,
+    ) -> None:
+        """Record that an attempt has ended, and how the outcome counts. `tokens` are those in and out. If it
+        is `None`, the answer is searched for them."""
         metrics = self._metrics
         code: int | None = getattr(result.outcome, "status", None)
         name = series.OUTCOMES[type(outcome)]
@@ -144,7 +151,7 @@ class Journal:
             case Overloaded(reason=reason):
                 metrics.count(series.REFUSALS, _normalize_drop_reason(reason))
             case Delivered(status=status_code, body=body) if status_code < 300:
-                tokens_in, tokens_out = parse_token_usage(body)
+                tokens_in, tokens_out = tokens or parse_token_usage(body)
                 metrics.count(series.TOKENS, "in", amount=tokens_in)
                 metrics.count(series.TOKENS, "out", amount=tokens_out)
 

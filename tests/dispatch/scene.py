@@ -120,13 +120,13 @@ class Scene:
         self.events: list[tuple[Event, Mapping[str, Any]]] = []
         self.store = MemoryStore(clock=loop.time)
         self.queue, self.gateway = QueueWithUnreadableMarkers(self.store, "a"), gateway or AnsweringGateway()
-        self.limiter = open_limiter()
+        self.limiter, self.metrics = open_limiter(), Metrics()
         self.dispatcher = Dispatcher(
             self.queue,
             self.gateway,
             self.limiter,
             options or Options(RetryPolicy()),
-            Journal(Metrics()),
+            Journal(self.metrics),
             servers=servers,
         )
         self.task = asyncio.create_task(self.dispatcher.run())

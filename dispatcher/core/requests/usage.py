@@ -39,4 +39,9 @@ def parse_token_usage(body: bytes) -> tuple[int, int]:
         return 0, 0
     tokens_in = usage.prompt_tokens or usage.input_tokens or 0
     tokens_out = usage.completion_tokens or usage.output_tokens or 0
-    return max(0, min(tokens_in, MAX_TOKENS)), max(0, min(tokens_out, MAX_TOKENS))
+    return limit_tokens(tokens_in), limit_tokens(tokens_out)
+
+
+def limit_tokens(tokens: int) -> int:
+    """Return a reported number of tokens within the range that is believed."""
+    return max(0, min(tokens, MAX_TOKENS))

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from dispatcher.core.requests.usage import limit_tokens
 from dispatcher.core.slices.eligibility import WholeReason
 
 _NO_IDS = msgspec.Raw(b"")
@@ -36,6 +37,11 @@ class Usage(msgspec.Struct):
         """Tokens of the prompt that were in the prefix cache. `None` if the server does not say."""
         cached = self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details else None
         return cached if type(cached) is int else None
+
+    @property
+    def limited(self) -> tuple[int, int]:
+        """Tokens in and out, within the range that is believed."""
+        return limit_tokens(self.prompt_tokens), limit_tokens(self.completion_tokens)
 
 
 class Piece(msgspec.Struct, frozen=True):

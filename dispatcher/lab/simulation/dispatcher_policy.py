@@ -66,7 +66,13 @@ class _MeterOnlyJournal(Journal):
     def record_sent(self, entry: InFlightLease, request: Request, unix_now: float) -> None:
         pass
 
-    def record_attempt(self, entry: InFlightLease, result: AttemptResult, outcome: Outcome) -> None:
+    def record_attempt(
+        self,
+        entry: InFlightLease,
+        result: AttemptResult,
+        outcome: Outcome,
+        tokens: tuple[int, int] | None = None,
+    ) -> None:
         pass
 
     def record_completion(

@@ -34,7 +34,8 @@ def test_next_slices_need_no_claim() -> None:
 
 
 def run_and_count_calls(lost_count: int) -> int:
-    """Run three generations while replies of the queue are lost. Return the number of calls to the servers."""
+    """Run three generations while replies of the queue are lost. Return the number of calls to the
+    servers."""
     gateway = GenerationGateway(GenerationConfig(end_probability=0.0))
 
     async def check(scene: Scene) -> None:

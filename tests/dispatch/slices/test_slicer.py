@@ -28,6 +28,7 @@ from dispatcher.dispatch.options import FamilyOptions, VersionOptions
 from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.lab.standin.generation_api import GenerationConfig
 from dispatcher.ports import AttemptResult, Release, Submission
+from dispatcher.telemetry import catalogue as series
 from tests.dispatch.model_scene import update_listings
 from tests.dispatch.scene import Scene, run_in_scene
 from tests.dispatch.slices.generation_gateway import GenerationGateway, generate_whole
@@ -259,6 +260,17 @@ def test_youngest_slices_end_early_when_a_reading_shows_that_requests_wait() -> 
         assert gateway.generated_tokens - checked_tokens == 5 * 100
 
     run_in_scene(check, gateway, build_options(is_streamed=True, revokes=True))
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_tokens_of_slices_are_counted(is_streamed: bool) -> None:
+    config = GenerationConfig(end_probability=0.0)
+    options = build_options(is_streamed=is_streamed, skips_check=True)
+    result, _, scene = run_one(COMPLETION, build_payload(COMPLETION, n=1), config, options)
+    assert result.slices == 5
+    prompt_tokens = summarize(result.payload)[2]
+    assert scene.metrics.get_value(series.TOKENS, "out") == 100
+    assert scene.metrics.get_value(series.TOKENS, "in") == 5 * prompt_tokens + (0 + 20 + 40 + 60 + 80)
 
 
 def test_attempts_count_for_each_slice() -> None:
