@@ -40,6 +40,10 @@ WAYS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "revoked slices": (f"--slice {SLICE_TOKENS} --revoke", {**SLICES, "revokes_slices": True}),
     "evicted": ("--evict", {"evicts": True}),
     "evicted slices": (f"--slice {SLICE_TOKENS} --evict", {**SLICES, "evicts": True}),
+    "revoked and evicted slices": (
+        f"--slice {SLICE_TOKENS} --revoke --evict",
+        {**SLICES, "revokes_slices": True, "evicts": True},
+    ),
 }
 """Ways to send batch requests, with the options of `simulate` and the fields of the scenario."""
 HOLDBACKS = {
