@@ -207,8 +207,12 @@ def check_bounds(traffic: str, ways: dict[str, Figures]) -> None:
     for holdback, other in HOLDBACKS.items():
         assert ways[holdback]["p99_s"] <= ways[other]["p99_s"] + 0.005
         assert ways[other]["tokens_per_s"] >= 1.2 * ways[holdback]["tokens_per_s"]
-    for way in (slices, revoked, ways["evicted slices"]):
-        assert way["tokens_per_s"] >= 1.1 * ways["evicted"]["tokens_per_s"]
+    evicted, both = ways["evicted"], ways["revoked and evicted slices"]
+    for way in (slices, revoked, ways["evicted slices"], both):
+        assert way["tokens_per_s"] >= 1.1 * evicted["tokens_per_s"]
+    # In the simulation, an eviction makes room within no time.
+    assert both["wait_s"] <= evicted["wait_s"] + 0.001
+    assert both["p99_s"] <= evicted["p99_s"] + 0.001
 
 
 @pytest.mark.parametrize("traffic", TRAFFIC)
