@@ -14,6 +14,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from dispatcher.core.value import Value
+
 MAX_SEQUENCE_ID_BYTES = 256
 MIN_SECRET_CHARS, MAX_SECRET_CHARS = 16, 256
 MAX_INDEX = 10**15 - 1
@@ -165,8 +167,7 @@ def parse_foreign_turn(
     return Turn(sequence_id, index, owner=digest_owner("", results), submitted_at=submitted_at)
 
 
-@dataclass(frozen=True, slots=True)
-class Session:
+class Session(Value, frozen=True):
     """Headers that tell gateway and model server about the sequence of a request."""
 
     headers: Mapping[str, str]

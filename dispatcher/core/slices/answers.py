@@ -18,7 +18,6 @@ from dispatcher.core.slices.pieces import (
     Piece,
     Usage,
     count_token_ids,
-    join_token_ids,
     read_piece,
 )
 from dispatcher.core.slices.progress import Progress, Stage
@@ -70,8 +69,21 @@ class _Kept(Value, frozen=True):
     repeats_text: bool
 
 
+class _Names(msgspec.Struct):
+    """Names of an answer, which are those of the first one."""
+
+    id: Any = None
+    created: Any = None
+    object: Any = None
+    model: Any = None
+
+
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
+_decode_names = msgspec.json.Decoder(_Names).decode
+# Most fields of an answer are passed on as they are written.
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_choices = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
 
 
 def interpret_answer(
@@ -106,9 +118,12 @@ def interpret_answer(
         joined = _join_piece(generation, progress, piece, None if is_cut else asked_tokens, kept)
         return _add_uncounted_tokens(joined, progress, piece) if is_cut else joined
     except NotContinuableError as error:
-        if progress is None and not is_cut and _has_ended(body):
-            return Unchanged()
-        return _restart(error.reason, error.why)
+        reason, why = error.reason, error.why
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        reason, why = WholeReason.BODY, f"the answer to a slice cannot be read: {error}"
+    if progress is None and not is_cut and _has_ended(body):
+        return Unchanged()
+    return _restart(reason, why)
 
 
 def _interpret_error(progress: Progress | None, status: int) -> SliceResult:
@@ -260,14 +275,14 @@ def _add_uncounted_tokens(
 
 
 def _make_first(piece: Piece, *, repeats_text: bool) -> Progress:
-    answer = _decode(piece.answer)
+    names = _decode_names(piece.answer)
     return Progress(
         Stage.SLICES,
         prompt_tokens=piece.usage.prompt_tokens,
-        response_id=_read_text(answer.get("id")),
-        created=created if type(created := answer.get("created")) is int else 0,
-        object=_read_text(answer.get("object")),
-        model=_read_text(answer.get("model")),
+        response_id=_read_text(names.id),
+        created=names.created if type(names.created) is int else 0,
+        object=_read_text(names.object),
+        model=_read_text(names.model),
         repeats_text=repeats_text,
     )
 
@@ -299,7 +314,7 @@ def _join_token_ids(progress: Progress | None, piece: Piece) -> bytes:
         return b""
     if progress is None:
         return piece.token_ids if piece.prompt_token_ids else b""
-    return join_token_ids(progress.token_ids, piece.token_ids) if progress.token_ids else b""
+    return b"%b,%b" % (progress.token_ids, piece.token_ids) if progress.token_ids else b""
 
 
 def _find_stop(stop: tuple[str, ...], text: str, known_length: int) -> tuple[int, str] | None:
@@ -342,10 +357,10 @@ def _finish(
     joined: Progress, piece: Piece, text: str, finish_reason: str, stop: str | None, *, is_chat: bool
 ) -> Finished:
     """Return the answer of the whole: the last one, with the text, tokens and names of all."""
-    answer = _decode(piece.answer)
-    choice = answer["choices"][0]
+    answer: dict[str, Any] = _decode_fields(piece.answer)
+    choice: dict[str, Any] = _decode_choices(answer["choices"])[0]
     if is_chat:
-        choice["message"] = {**choice["message"], "content": text}
+        choice["message"] = {**_decode(choice["message"]), "content": text}
     else:
         choice["text"] = text
     choice["finish_reason"] = finish_reason
@@ -354,7 +369,7 @@ def _finish(
     for name in ("token_ids", "prompt_token_ids"):  # asked for by the dispatcher only
         choice.pop(name, None)
         answer.pop(name, None)
-    usage = answer["usage"]
+    usage = _decode(answer["usage"])
     if joined.slices > 1:
         usage.pop("prompt_tokens_details", None)  # those of the last slice
         if joined.response_id:
@@ -363,6 +378,7 @@ def _finish(
             answer["created"] = joined.created
     usage["prompt_tokens"], usage["completion_tokens"] = joined.prompt_tokens, joined.tokens
     usage["total_tokens"] = joined.prompt_tokens + joined.tokens
+    answer["choices"], answer["usage"] = [choice], usage
     return Finished(_encode(answer), joined.slices, joined.cached_tokens, piece.usage)
 
 

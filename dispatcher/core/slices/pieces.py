@@ -87,11 +87,7 @@ def read_piece(body: bytes, *, is_chat: bool, is_first: bool) -> Piece:
 
     Raise an exception if a part is missing, or if there is something that cannot be continued.
     """
-    try:
-        answer = _decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        why = f"the answer to a slice cannot be read: {error}"
-        raise NotContinuableError(WholeReason.BODY, why) from error
+    answer = _decode(body)
     if len(answer.choices) != 1:
         raise NotContinuableError(WholeReason.BODY, "the answer to a slice has not exactly one choice")
     (choice,) = answer.choices

@@ -11,7 +11,7 @@ to the one before. A request whose lease ends without an answer keeps the progre
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dispatcher.core.gateway.outcome import Delivered
@@ -52,6 +52,7 @@ class _Slice:
 
     generation: Generation
     key: ModelKey
+    support: ModelSupport
     progress: Progress | None
     """Progress of earlier slices. `None` before the first one."""
     is_checked: bool
@@ -143,7 +144,7 @@ class Slicer:
         if is_checked and progress is None and not _can_continue(generation, support):
             self.whole_counts[WholeReason.PROMPT] += 1
             return
-        self.slices[claimed.entry.lease.token] = _Slice(generation, key, progress, is_checked)
+        self.slices[claimed.entry.lease.token] = _Slice(generation, key, support, progress, is_checked)
 
     def _find_reason_before_parsing(self, request: Request) -> WholeReason | None:
         if request.metadata.get(SLICING_ATTRIBUTE) == SLICING_OFF:
@@ -171,9 +172,8 @@ class Slicer:
             failed = await self._check_model(attempt, planned.key, deadline, may_send)
             if failed is not None:
                 return failed
-            support = self.support.get_support(planned.key)
-            reason = support.reason
-            if reason is None and not _can_continue(planned.generation, support):
+            reason = planned.support.reason
+            if reason is None and not _can_continue(planned.generation, planned.support):
                 reason = WholeReason.PROMPT
             if reason is not None:
                 self.whole_counts[reason] += 1
@@ -181,11 +181,8 @@ class Slicer:
         progress = planned.progress
         if progress is not None and progress.stage is Stage.RESTART:
             return self._send_whole(attempt)
-        generation, support = planned.generation, self.support.get_support(planned.key)
-        if not self._options.is_on:
-            slice_tokens = generation.max_tokens
-        else:
-            slice_tokens = self._choose_slice_tokens(planned, support)
+        generation = planned.generation
+        slice_tokens = self._choose_slice_tokens(planned) if self._options.is_on else generation.max_tokens
         planned.asked_tokens = compute_slice_tokens(generation, progress, slice_tokens)
         body = build_slice_body(
             generation,
@@ -199,10 +196,10 @@ class Slicer:
         session = self._build_session(request, progress, failed_attempts)
         return replace_body(request, body, session, planned.received)
 
-    def _choose_slice_tokens(self, planned: _Slice, support: ModelSupport) -> int:
+    def _choose_slice_tokens(self, planned: _Slice) -> int:
         size = self._options.terms.slice_tokens
         if self._options.measures_size:
-            size = support.size.choose_tokens(is_continued=planned.progress is not None)
+            size = planned.support.size.choose_tokens(is_continued=planned.progress is not None)
             if size == MEASURE_TOKENS:
                 return size
         if planned.generation.seed is not None:  # the answer depends on where slices end
@@ -214,7 +211,7 @@ class Slicer:
         # Progress says it for itself: another process may have checked the model.
         if planned.progress is not None:
             return bool(planned.progress.token_ids)
-        return self.support.get_support(planned.key).continuation is Continuation.TOKEN_IDS
+        return planned.support.continuation is Continuation.TOKEN_IDS
 
     def _send_whole(self, attempt: Attempt) -> Request:
         del self.slices[attempt.token]
@@ -233,7 +230,7 @@ class Slicer:
         header = {self._token_header: progress.session_token}
         if session is None:
             return Session(header, self._token_header)
-        return replace(session, headers={**session.headers, **header})
+        return session.copy_with(headers={**session.headers, **header})
 
     async def _check_model(
         self, attempt: Attempt, key: ModelKey, deadline: float, may_send: Callable[[], bool]
@@ -365,7 +362,6 @@ class Slicer:
     def _interpret(
         self, planned: _Slice, status: int, body: bytes, version: str, session_token: str, *, is_cut: bool
     ) -> SliceResult:
-        continuation = self.support.get_support(planned.key).continuation
         return interpret_answer(
             planned.generation,
             planned.progress,
@@ -375,7 +371,7 @@ class Slicer:
             max_kept_bytes=self._options.max_kept_bytes,
             version=version,
             session_token=session_token,
-            repeats_text=continuation is Continuation.REPEATED_TEXT,
+            repeats_text=planned.support.continuation is Continuation.REPEATED_TEXT,
             is_cut=is_cut,
         )
 

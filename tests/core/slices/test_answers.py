@@ -276,6 +276,7 @@ class TestErrors:
             (build_answer("a", None), WholeReason.BODY),
             (build_answer("a", finish_reason=None), WholeReason.BODY),
             (build_answer("a").replace(b'"usage"', b'"used"'), WholeReason.BODY),
+            (build_answer("a", finish_reason="stop").replace(b'"created"', b'"\xff"'), WholeReason.BODY),
         ],
     )
     @pytest.mark.parametrize("progress", [None, make_progress()])
