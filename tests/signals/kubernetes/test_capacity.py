@@ -664,6 +664,7 @@ async def test_random_changes_end_with_the_right_count(server: ApiServer, seed: 
         await recorder.wait_for_ready(sum(expected.values()) + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.serial
 @pytest.mark.parametrize("pods", [25, pytest.param(50, marks=pytest.mark.long)])
 async def test_rolling_update_is_followed_within_a_second(server: ApiServer, pods: int) -> None:
