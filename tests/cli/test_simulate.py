@@ -302,6 +302,7 @@ def test_recorded_running_requests_are_accepted_as_a_trace(tmp_path: Path) -> No
     assert rows["cap"]["utilization"] < rows["dispatcher"]["utilization"]
 
 
+@pytest.mark.slow
 def test_timeline_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra `plots` is not installed")
     done = simulate(

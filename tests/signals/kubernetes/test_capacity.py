@@ -710,6 +710,7 @@ async def test_rolling_update_is_followed_within_a_second(server: ApiServer, pod
         assert len(server.requests_for(PODS, watch=False)) >= 3  # and its version expired
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("further", [2_000, pytest.param(8_000, marks=pytest.mark.long)])
 async def test_memory_does_not_grow_over_thousands_of_events(server: ApiServer, further: int) -> None:
     """After 2,000 events, memory grows by less than a byte for each further event."""
