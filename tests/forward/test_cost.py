@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 import aiohttp
+import pytest
 
 from dispatcher.core.gateway.outcome import Delivered
 from dispatcher.core.requests.request import Request, encode_member, parse_member
