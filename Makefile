@@ -13,8 +13,8 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo simulate test unit coverage check format generate docs picture worlds tools image bench conformance chaos \
-	fuzz soak image-test cluster-programs cluster-test audit constraints clean
+.PHONY: help setup demo simulate test test-slow unit coverage check format generate docs picture worlds tools image bench conformance \
+	chaos fuzz soak image-test cluster-programs cluster-test audit constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,17 +45,24 @@ simulate: setup ## Compare the limit algorithm with alternative policies: a tabl
 
 # What a busy machine spoils runs alone, and first: one process compiles the tests, and the others find them compiled.
 # Both parts run, so that one failure does not hide another.
-test: setup ## Run every test but the long forms
+define in_two_parts
 	@status=0; \
-	$(PYTEST) -m "serial and not long" || status=$$?; \
-	$(PYTEST) -n $(JOBS) --dist worksteal -m "not serial and not long" || status=$$?; \
+	$(PYTEST) -m "serial and $(1)" || status=$$?; \
+	$(PYTEST) -n $(JOBS) --dist worksteal -m "not serial and $(1)" || status=$$?; \
 	exit $$status
+endef
+
+test: setup ## Run every test but the slow ones and the long forms
+	$(call in_two_parts,not slow and not long)
+
+test-slow: setup ## Run what takes much CPU: simulations, benchmarks, the real engine, the longest scenarios
+	$(call in_two_parts,slow and not long)
 
 unit: setup ## Run the fast tests of the core and of the dispatch loop, in under a minute
-	$(PYTEST) -n $(JOBS) -q -m "not serial and not long and not first" $(UNIT)
+	$(PYTEST) -n $(JOBS) -q -m "not serial and not slow and not long and not first" $(UNIT)
 
-# Only the tests of the core count. What other tests happen to run is not checked by them, and the model test of the
-# queue proves the scripts.
+# Only the tests of the core count, slow ones as well. What other tests happen to run is not checked by them, and the
+# model test of the queue proves the scripts.
 coverage: setup ## Hold the core to 99 % of its lines and branches
 	$(PYTEST) -n $(JOBS) -m "not serial and not long" tests/core tests/properties --ignore=tests/properties/test_queue_model.py \
 		--cov=dispatcher/core --cov-branch --cov-report=

@@ -148,6 +148,7 @@ async def test_callers_of_a_sync_function_get_their_own_outcomes() -> None:
     assert counts["answered"] >= count_expected("fine")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make_model", "batches"),
     [

@@ -16,7 +16,7 @@ from tests.benchmarks.process_costs import make_stage
 from tests.scenarios.processes import NAMES, Stage, World
 from tests.support import wait_until_sync
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.timeout(300)]
 
 REQUESTS = 200
 POLL_S = 0.1

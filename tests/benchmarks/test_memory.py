@@ -46,6 +46,7 @@ def test_idle_dispatcher_that_reads_prometheus_needs_little_memory(stage: Stage)
     assert read_rss_mib(dispatcher) <= IDLE_MIB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "max_copies"),
     [(b'"seconds":0.5', 2), (b'"echo":true', 4)],
@@ -86,6 +87,7 @@ def read_peak_mib(pid: int) -> float:
     raise AssertionError("no VmHWM")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rounds", "requests_per_round"),
     [(4, 2_500), pytest.param(10, 20_000, marks=pytest.mark.long)],

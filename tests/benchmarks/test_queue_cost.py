@@ -73,6 +73,7 @@ SHALLOW, DEEP = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "own_server", [pytest.param("redis", marks=pytest.mark.long), "valkey"], indirect=True
 )

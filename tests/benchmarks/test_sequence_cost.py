@@ -23,7 +23,7 @@ from tests.cost_comparison import compare_costs
 from tests.scenarios.processes import Dispatcher, Stage
 from tests.support import wait_until_sync
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 LIMIT = 256
 long = pytest.mark.long

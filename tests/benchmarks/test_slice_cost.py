@@ -126,6 +126,7 @@ class SliceBenchmark:
         self.is_checked = True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "is_streamed", "calls", "pairs", "max_ratio"),
     [

@@ -26,7 +26,7 @@ from tests.cost_comparison import CostComparison, compare_costs
 from tests.scenarios.processes import Dispatcher, Stage, World
 from tests.support import running_process, wait_until_sync
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 BARE_CLIENT = Path(__file__).with_name("bare_client.py")
 ANSWER_S = 0.01

@@ -165,6 +165,7 @@ async def test_owner_cut_off_for_longer_than_its_lease_writes_no_results_afterwa
             await connected.aclose()
 
 
+@pytest.mark.slow
 @pytest.mark.serial
 async def test_requests_of_the_only_owner_run_again_within_lease_plus_two_seconds_after_its_death(
     tmp_path: Path,

@@ -210,6 +210,7 @@ async def count_markers(client: Any, requests: Iterable[SubmittedRequest]) -> in
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.first
 @pytest.mark.timeout(240)
 async def test_each_request_has_one_result_after_random_faults(tmp_path: Path) -> None:

@@ -103,6 +103,7 @@ def test_probe_that_failed_without_a_stall_is_not_repeated(lag_s: float) -> None
     assert (attempts, [finding.what for finding in findings]) == (1, ["connection refused"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cores", "repetitions"), [(0.1, 1), (0.25, 2)])
 def test_strict_check_of_healthy_parts_passes_under_a_cpu_limit(
     tmp_path: Path, cores: float, repetitions: int

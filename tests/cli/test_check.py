@@ -213,6 +213,7 @@ def test_check_imports_no_client_library_if_every_connection_is_refused(nobody_t
     assert heavy & set(done.stderr.split()) == set()
 
 
+@pytest.mark.slow
 async def test_check_costs_little_more_than_starting_python_with_its_libraries(nobody_there: Path) -> None:
     """It takes 0.36 s on an idle machine, of which the libraries take 0.3 s."""
 

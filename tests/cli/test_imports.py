@@ -123,6 +123,7 @@ app(["run", "--config", sys.argv[1]])
 """Program that runs `run` and logs imports."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("traced", [False, True], ids=["not traced", "traced"])
 async def test_nothing_is_imported_once_the_dispatcher_has_started(tmp_path: Path, traced: bool) -> None:
     async with serve_everything(tmp_path) as settings:

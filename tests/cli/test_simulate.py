@@ -91,6 +91,7 @@ def test_unreachable_target_names_the_nearest_value() -> None:
     )
 
 
+@pytest.mark.slow
 def test_busiest_part_of_a_long_trace_is_played(tmp_path: Path) -> None:
     trace = tmp_path / "grafana.csv"
     levels = [(60 * minute, 18 if 30 <= minute <= 45 else 3) for minute in range(60)]
@@ -301,6 +302,7 @@ def test_recorded_running_requests_are_accepted_as_a_trace(tmp_path: Path) -> No
     assert rows["cap"]["utilization"] < rows["dispatcher"]["utilization"]
 
 
+@pytest.mark.slow
 def test_timeline_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra `plots` is not installed")
     done = simulate(

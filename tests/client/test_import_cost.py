@@ -51,6 +51,7 @@ def test_worker_process_modules_are_not_loaded_by_the_import() -> None:
     assert {"pickle", "multiprocessing", "dispatcher.batched.worker_process"} & set(loaded) == set()
 
 
+@pytest.mark.slow
 @pytest.mark.serial
 async def test_import_costs_little_more_than_the_redis_client() -> None:
     client = measure_cpu_s(lambda: run_python("import dispatcher.client"), get_children_cpu_s)

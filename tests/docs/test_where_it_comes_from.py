@@ -39,9 +39,10 @@ class TestClass:
 
 
 def collect_tests(files: Iterable[Path], directory: Path = ROOT) -> set[str]:
-    """Return the tests of these files that run by default, without their parameters.
+    """Return the tests of these files that run before each merge, without their parameters.
 
-    Tests that are only run in the long form, always skipped or expected to fail do not count.
+    This includes slow tests. Tests that are only run in the long form, always skipped or expected to fail do
+    not count.
     """
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
     command += ["-m", "not long and not skip and not xfail", *map(str, files)]

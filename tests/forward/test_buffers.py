@@ -26,6 +26,7 @@ def chunked(connection: Connection, body: bytes) -> None:
     connection.writer.write(b"0\r\n\r\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["length", "chunked"])
 async def test_512_answers_of_a_megabyte_stay_within_the_bound_and_all_arrive(
     gateway_to: MakeGateway, form: str

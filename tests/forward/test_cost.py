@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 import aiohttp
+import pytest
 
 from dispatcher.core.gateway.outcome import Delivered
 from dispatcher.core.requests.request import Request, encode_member, parse_member
@@ -52,6 +53,7 @@ async def cpu_s(once: Callable[[], Awaitable[None]], requests: int = 450, togeth
     return time.process_time() - started
 
 
+@pytest.mark.slow
 async def test_forwarding_costs_less_than_twice_a_plain_client(gateway_to: MakeGateway) -> None:
     with running_process(sys.executable, "-c", SERVER, stdout=subprocess.PIPE) as server:
         assert server.stdout is not None

@@ -138,6 +138,7 @@ def group_cases() -> list[list[Case]]:
     return [cases[i : i + 12] for cases in by_interval.values() for i in range(0, len(cases), 12)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", group_cases(), ids=lambda cases: f"{cases[0].name} to {cases[-1].name}")
 def test_alerts_fire_only_when_they_should(cases: list[Case], tmp_path: Path) -> None:
     """The output of promtool names the case that failed."""

@@ -214,6 +214,7 @@ def test_firing_alert_has_its_rendered_texts(stage: Stage, tmp_path: Path) -> No
     assert "<" not in "".join(down["annotations"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.first
 @pytest.mark.parametrize(
     ("status", "silenced_alert"), [(429, "BatchDispatcherRefusals"), (500, "BatchDispatcherDeadRequests")]

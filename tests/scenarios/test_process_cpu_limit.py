@@ -55,6 +55,7 @@ def is_reported_slow(dispatcher: Dispatcher) -> bool:
     return bool(dispatcher.events("event-loop-slow"))
 
 
+@pytest.mark.slow
 @pytest.mark.serial
 def test_too_little_cpu_is_reported_once_with_the_remedy(stage: Stage) -> None:
     world = stage.world(slots=64, seconds=0.005)  # its longest loop iteration takes a few seconds

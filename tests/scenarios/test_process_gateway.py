@@ -311,6 +311,7 @@ def test_request_that_makes_the_gateway_reset_affects_no_other_request(stage: St
     assert not [event for event in dispatcher.events("gate") if event["reason"] == "gateway-unreachable"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "status", "body", "replicas"),
     [(1, 404, "", 2), (1, 401, "who", 1), (3, 503, "x", 1), (3, 504, "", 2), (50, 404, "", 2)],

@@ -36,6 +36,7 @@ def assert_all_answered_once(stage: Stage, dispatcher: Dispatcher) -> None:
     assert dispatcher.count_attempts("failed") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.first
 def test_gate_closes_when_metrics_fail_and_opens_when_they_return(stage: Stage) -> None:
     interval_s, max_age_s = 0.5, 2.0

@@ -30,6 +30,8 @@ from tests.scenarios.processes import POOL, Dispatcher, Stage, World, merge_sett
 from tests.signals.apiserver import PODS, pod
 from tests.support import wait_until, wait_until_sync
 
+pytestmark = pytest.mark.slow
+
 LONG_REQUEST_S = 8.0
 """Duration of requests that keep the pool full while all surfaces are read."""
 REFUSAL = {"kind": "status", "status": 429, "reason": "rejected-saturated", "retry_after": "8"}

@@ -350,6 +350,7 @@ def test_conversations_of_the_responses_api_continue_by_response_id(stage: Stage
         assert b'{"previous_response_id":"%s","model": "m", "input": "a3"}' % before.encode() in server.bodies
 
 
+@pytest.mark.slow
 @pytest.mark.serial
 @pytest.mark.parametrize(
     ("sequences", "turns", "seconds"), [(128, 3, 0.3), pytest.param(1000, 5, 0.2, marks=pytest.mark.long)]

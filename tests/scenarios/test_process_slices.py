@@ -246,6 +246,7 @@ def test_answers_in_slices_equal_those_of_single_calls_whatever_happens(own_stag
     assert run.lost_calls or not case.kills
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("requests", [40, pytest.param(500, marks=long)])
 def test_killed_dispatcher_costs_at_most_one_slice_of_each_running_call(
     own_stage: Stage, requests: int
@@ -260,6 +261,7 @@ def test_killed_dispatcher_costs_at_most_one_slice_of_each_running_call(
     assert run.count_recomputed_tokens() <= 45 * run.lost_calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("requests", [40, pytest.param(500, marks=long)])
 def test_evicted_stream_costs_no_token(own_stage: Stage, requests: int) -> None:
     # With stop strings, a server holds back text of which it has sent the tokens, so that they are not kept.

@@ -8,6 +8,8 @@ from tests.scenarios.processes import Stage
 from tests.support import free_port, wait_until_sync
 from tests.telemetry.trace_collector import Collector
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("kind", ["works", "refuses", "hangs", "fails"])
 def test_requests_and_drain_do_not_wait_for_the_trace_endpoint(stage: Stage, kind: str) -> None:

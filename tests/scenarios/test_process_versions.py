@@ -63,6 +63,7 @@ def list_cold_requests(world: World) -> list[tuple[str, int]]:
     return sorted((each.model, each.model_server) for each in world.log() if each.cold)
 
 
+@pytest.mark.slow
 @pytest.mark.first
 @pytest.mark.parametrize("requests", [400, pytest.param(2000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("transition", ["availability", "resource"])

@@ -182,6 +182,7 @@ def test_requests_of_a_killed_replica_run_again_on_the_other(
     assert world.observed()["gateway"]["batch"]["peak"] <= LIMIT + 1
 
 
+@pytest.mark.slow
 @pytest.mark.first
 def test_requests_of_a_stalled_replica_count_while_they_run_and_are_aborted_when_it_resumes(
     stage: Stage,
@@ -256,6 +257,7 @@ HttpGateway.forward = stop_first
 """
 
 
+@pytest.mark.slow
 def test_requests_claimed_before_the_process_stopped_are_not_sent_when_it_resumes(
     stage: Stage, tmp_path: Path
 ) -> None:

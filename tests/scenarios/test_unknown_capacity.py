@@ -9,6 +9,8 @@ import pytest
 
 from tests.scenarios.processes import Stage
 
+pytestmark = pytest.mark.slow
+
 SLOTS, SERVERS = 48, 3
 REALTIME_PER_S, REALTIME_S, BATCH_S = 6.0, 1.2, 1.35
 MEASURED_S = 30.0

@@ -53,6 +53,7 @@ async def test_late_answers_and_a_late_event_loop_do_not_raise_the_limit(
     assert await measure_peak_in_pool(stage) == EXPECTED_LIMIT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call_s", DELAYS)
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @room_for_ten

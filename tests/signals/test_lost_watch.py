@@ -118,6 +118,7 @@ class TestLostWatch:
 
         run_in_virtual_time(scenario())
 
+    @pytest.mark.slow
     @each_refusal
     def test_refused_watch_is_current_until_its_end_and_its_endpoints_count_for_the_hold_time_after_that(
         self, tmp_path: Path, cause_loss: Callable[[ApiServer], Awaitable[None]]
@@ -146,6 +147,7 @@ class TestLostWatch:
 
         run_in_virtual_time(scenario())
 
+    @pytest.mark.slow
     @each_loss_cause
     @pytest.mark.parametrize("outage_s", [40.0, 200.0])
     def test_watch_recovers_within_five_seconds_of_the_repair(
@@ -164,6 +166,7 @@ class TestLostWatch:
 
         run_in_virtual_time(scenario())
 
+    @pytest.mark.slow
     def test_retries_become_rare_after_some_minutes_and_the_watch_still_recovers(
         self, tmp_path: Path
     ) -> None:

@@ -69,6 +69,7 @@ def serve_file(path: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{int(process.stdout.readline())}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compressed", [False, True], ids=["plain", "gzip"])
 async def test_page_of_300_pods_is_cheap_and_does_not_block_the_event_loop(
     tmp_path: Path, compressed: bool

@@ -59,6 +59,7 @@ def build_size_refusal(items: int, max_items: int) -> Delivered:
 # Which size pays.
 
 
+@pytest.mark.slow
 @pytest.mark.first
 @settings(max_examples=25, deadline=None)
 @given(SERVERS, LIMITS, st.sampled_from(SIZES))
@@ -96,6 +97,7 @@ def test_rates_are_not_distorted_by_calls_of_other_sizes(item_s: float, limit: i
         assert measure_rate == pytest.approx(measure_rate_of_size(size, server, limit), rel=0.02)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
     st.one_of(
@@ -117,6 +119,7 @@ def test_trials_cost_little_if_merging_does_not_pay(server: ModelServer, limit: 
     assert merged.size.best_size == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [8, 64, 256])
 @pytest.mark.parametrize(
     "server",

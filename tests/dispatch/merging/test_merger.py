@@ -604,6 +604,7 @@ async def measure_duration_s(scene: MergingScene, prefix: str, count: int) -> fl
     return asyncio.get_running_loop().time() - started_at
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("server", "max_size", "min_gain"),
     [
@@ -636,6 +637,7 @@ def test_merged_calls_increase_the_rate_if_each_call_has_a_fixed_cost(
     run_in_scene(check, server, limit=128)
 
 
+@pytest.mark.slow
 def test_auto_mode_costs_at_most_five_percent_where_merging_brings_nothing() -> None:
     """The server runs 64 calls at once, and each item takes the same time, merged or not."""
 

@@ -346,6 +346,7 @@ def test_states_and_endpoint_problems_are_listed() -> None:
     run_in_scene(check, ModelGateway("day"), WATCHED_OPTIONS)
 
 
+@pytest.mark.slow
 @pytest.mark.first
 def test_requests_that_wait_two_hours_for_their_model_do_not_delay_others() -> None:
     """Requests for another model take no longer beside 500 waiting ones, of which one expires."""

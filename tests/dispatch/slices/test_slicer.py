@@ -475,6 +475,7 @@ def test_random_requests_cut_everywhere_have_the_answers_of_single_calls() -> No
     assert sum(sliced) > 70
 
 
+@pytest.mark.slow
 def test_model_that_was_equal_is_checked_again_after_some_hours() -> None:
     gateway = GenerationGateway(GenerationConfig(end_probability=0.0))
 

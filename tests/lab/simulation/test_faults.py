@@ -71,6 +71,7 @@ def test_pool_without_pods_closes_the_gate_and_recovers() -> None:
     assert mean_load(select_samples(run, 160, 300)) > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scrape_s", "lag_s"), [pytest.param(1.0, 0.05, marks=pytest.mark.long), (5.0, 1.0)])
 def test_killed_replicas_do_not_raise_the_overshoot(scrape_s: float, lag_s: float) -> None:
     calm = run_with_faults(replicas=3, scrape_s=scrape_s, lag_s=lag_s)
@@ -81,6 +82,7 @@ def test_killed_replicas_do_not_raise_the_overshoot(scrape_s: float, lag_s: floa
     assert with_deaths.tokens > 0.8 * calm.tokens
 
 
+@pytest.mark.slow
 def test_replicas_share_one_limit() -> None:
     one, three = run_with_faults(), run_with_faults(replicas=3)
     assert three.overshoot_mean <= one.overshoot_mean + 0.75

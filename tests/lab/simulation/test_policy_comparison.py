@@ -72,6 +72,7 @@ def extra_overshoot(row: Row) -> float:
     return row.overshoot_less_all_knowing
 
 
+@pytest.mark.slow
 @for_each_age((0.97, 1.5), (0.96, 3.5), (0.90, 6.0))
 def test_dispatcher_uses_nearly_all_free_capacity_and_keeps_the_reserve(
     age: tuple[float, float], promised: tuple[float, float]
@@ -99,6 +100,7 @@ def test_dispatcher_uses_most_free_capacity_with_averages_flushed_every_5_second
     assert extra_overshoot(row) <= 6.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("age", "utilization"),
     [pytest.param(READING_AGES[0], 0.97, marks=pytest.mark.long), (READING_AGES[1], 0.96)],
@@ -207,6 +209,7 @@ def test_dispatcher_is_as_good_with_other_seeds(seed: int) -> None:
     assert extra_overshoot(row) <= 1.5
 
 
+@pytest.mark.slow
 def test_larger_reserve_makes_realtime_faster_at_the_cost_of_batch_tokens() -> None:
     full = run_policies([PolicyName.ALL_KNOWING, PolicyName.DISPATCHER, PolicyName.NONE])
     large_reserve = run_dispatcher(reserve=0.3)
@@ -218,6 +221,7 @@ def test_larger_reserve_makes_realtime_faster_at_the_cost_of_batch_tokens() -> N
     assert large_reserve.batch_tokens_per_s < full[PolicyName.DISPATCHER].batch_tokens_per_s
 
 
+@pytest.mark.slow
 def test_capacity_of_a_pool_a_third_of_its_configured_size_is_learned() -> None:
     wrong = {"slots": 192, "true_slots": 64, "queue_limit": 8}
     row = run_dispatcher(**wrong)
@@ -231,6 +235,7 @@ def test_capacity_of_a_pool_a_third_of_its_configured_size_is_learned() -> None:
         assert other.realtime_refused > 3 * row.realtime_refused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("age", [pytest.param(READING_AGES[0], marks=pytest.mark.long), READING_AGES[1]])
 def test_queue_limit_costs_a_correctly_configured_pool_little(age: tuple[float, float]) -> None:
     scrape_s, lag_s = age
@@ -241,6 +246,7 @@ def test_queue_limit_costs_a_correctly_configured_pool_little(age: tuple[float, 
     assert limited.utilization >= free.utilization - 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("age", "utilization"),
@@ -261,6 +267,7 @@ def test_refusals_in_realtime_bursts_do_not_lower_the_learned_capacity(
     assert row.utilization >= utilization
 
 
+@pytest.mark.slow
 def test_pool_a_third_of_its_configured_size_refuses_few_realtime_requests() -> None:
     row = run_dispatcher(**WHOLE_TRACE, slots=192, true_slots=64, queue_limit=8)
     assert row.realtime_refused <= 40, "a limit on batch requests alone refuses hundreds"
@@ -275,6 +282,7 @@ def mean_limit_change(comparison: Comparison) -> float:
     return sum(abs(later - earlier) for earlier, later in pairwise(limits)) / len(limits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flush_s", [pytest.param(0.0, marks=pytest.mark.long), 5.0])
 def test_default_detector_with_requests_signal_does_not_oscillate(flush_s: float) -> None:
     counting = compare_dispatcher(Scenario(**HALF_TRACE, detector=Detector.CONCURRENCY))
@@ -286,6 +294,7 @@ def test_default_detector_with_requests_signal_does_not_oscillate(flush_s: float
     assert mean_limit_change(both) <= 1.5 * mean_limit_change(counting)
 
 
+@pytest.mark.slow
 def test_default_detector_alone_cannot_keep_the_reserve() -> None:
     row = run_dispatcher(detector=Detector.UTILIZATION, signals=Signals.SATURATION, pods=4)
     assert row.overshoot_mean > 10

@@ -8,6 +8,8 @@ import pytest
 
 from tests.lab.simulation.simulator_page import PAGE, find_blocks, rerun_block
 
+pytestmark = pytest.mark.slow
+
 NUMBER = re.compile(r"[+-]?\d[\d,]*\.?\d*")
 
 

@@ -117,6 +117,7 @@ def test_requests_shorter_than_a_slice_are_sent_whole() -> None:
     assert sliced.tokens == 100 * sliced.answered
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"time_step_s": 0.2}, {"time_step_s": 0.2, "requests_per_job": 2}])
 def test_time_steps_and_jobs_change_the_throughput_of_slices_little(changes: dict[str, Any]) -> None:
     exact, coarse = run_idle(slots=40, seconds=300.0), run_idle(slots=40, seconds=300.0, **changes)
@@ -164,6 +165,7 @@ def test_revoked_slices_keep_their_tokens_and_make_room_at_once() -> None:
 # ── what slices bring ────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_slices_shorten_waits_more_than_a_reserve_that_costs_as_many_tokens() -> None:
     idle = run_way("chat", PolicyName.NONE)
     whole, sliced, revoked, holdback = (

@@ -55,6 +55,7 @@ def get_latency(finished_run: Run, quantile: float) -> float:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pool",
     [
@@ -75,6 +76,7 @@ def test_time_steps_do_not_change_the_results(pool: SimulatedPool) -> None:
     assert stepped.overshoot_mean <= exact.overshoot_mean + arrivals_per_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pool",
     [

@@ -55,6 +55,7 @@ def measure_utilization(**scenario: Any) -> tuple[Utilization, Utilization]:
     return reported, actual
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scenario",
     [

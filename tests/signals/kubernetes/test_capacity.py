@@ -664,6 +664,7 @@ async def test_random_changes_end_with_the_right_count(server: ApiServer, seed: 
         await recorder.wait_for_ready(sum(expected.values()) + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.serial
 @pytest.mark.parametrize("pods", [25, pytest.param(50, marks=pytest.mark.long)])
 async def test_rolling_update_is_followed_within_a_second(server: ApiServer, pods: int) -> None:
@@ -709,6 +710,7 @@ async def test_rolling_update_is_followed_within_a_second(server: ApiServer, pod
         assert len(server.requests_for(PODS, watch=False)) >= 3  # and its version expired
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("further", [2_000, pytest.param(8_000, marks=pytest.mark.long)])
 async def test_memory_does_not_grow_over_thousands_of_events(server: ApiServer, further: int) -> None:
     """After 2,000 events, memory grows by less than a byte for each further event."""
