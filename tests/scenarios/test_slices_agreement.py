@@ -5,10 +5,10 @@ HTTP, a queue server and dispatchers as processes. Batch requests of 2,000 token
 and in slices that are revoked. Tokens per second, and what batch requests add to the mean and to the p99 of
 the wait of realtime requests, agree within 10 %.
 
-The worlds of one kind see the same traffic. Each reads its pool at other moments, and has other batch
-requests, as have the simulations with the same seeds. So the wait of one world differs by about a tenth from
-that of the next, and means over several of them are compared. Worlds whose event loop was late, because the
-machine was busy, are left out.
+All worlds have the same realtime traffic. Each has other batch requests, and is read at other moments, so
+that its wait differs by about a tenth from that of the next. Therefore means over several worlds are compared
+with means over simulations of the same batch requests. Worlds whose event loop was late, because the machine
+was busy, are left out.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import astuple, dataclass, replace
 from functools import partial
+from itertools import product
 from statistics import fmean
 from typing import Any
 
@@ -31,9 +32,9 @@ from dispatcher.lab.simulation.experiment import PolicyName, run_scenario
 from dispatcher.lab.simulation.scenario import Scenario
 from dispatcher.lab.simulation.world import BatchProfile
 from dispatcher.lab.standin import made_up_traffic
-from dispatcher.lab.standin.generation_api import GenerationConfig
+from dispatcher.lab.standin.generation_api import GenerationConfig, parse_request
 from dispatcher.lab.standin.model import BATCH_CONTEXT, compute_work_s
-from dispatcher.lab.standin.prefixes import BLOCK_TOKENS
+from dispatcher.lab.standin.prefixes import BLOCK_TOKENS, TokenCache
 from dispatcher.queue.keys import QueueNames
 from tests.scenarios.processes import Producer, Stage
 from tests.support import has_passed, wait_until_sync
@@ -44,7 +45,8 @@ WORLDS, WORLDS_AT_ONCE = 8, 4
 """Minimum number of worlds of each kind, and how many of them run at the same time."""
 MAX_ROUNDS = 5
 """Number of times that worlds are played, if the machine is too busy for most of them."""
-SEEDS, PROCESSES = range(32), 2
+PHASES, PROCESSES = 4, 2
+"""Number of simulations of each live world, whose readings are at other moments, and how many run at once."""
 START_S, WARMUP_S, MEASURED_S = 25.0, 60.0, 420.0
 """Time from the start of a world to its first batch requests, from these to the measurement, and its
 duration."""
@@ -112,17 +114,27 @@ def average(each: Iterable[Figures]) -> Figures:
 # ── simulated ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def run_simulation(way: str | None, seed: int) -> Figures:
-    """Return the figures of one simulation, without batch requests if there is no way to send them."""
+def simulate_worlds(way: str | None, numbers: Iterable[int]) -> Figures:
+    """Return the means over simulations of the live worlds with these numbers."""
+    numbers_and_phases = product(numbers, range(PHASES))
+    with ProcessPoolExecutor(PROCESSES) as pool:
+        return average(pool.map(partial(run_simulation, way), *zip(*numbers_and_phases, strict=True)))
+
+
+def run_simulation(way: str | None, number: int, phase: int) -> Figures:
+    """Return the figures of one simulation, without batch requests if there is no way to send them.
+
+    The batch requests are those of the live world with this number.
+    """
     policy = PolicyName.NONE if way is None else PolicyName.DISPATCHER
     # Readings are at whole seconds, so the traffic is shifted instead.
-    offset_s = seed / len(SEEDS)
+    offset_s = phase / PHASES
     trace = made_up_traffic.cut_start(made_up_traffic.make_burst_trace(0), START_S - offset_s)
     scenario = Scenario(
         slots=SLOTS,
         reserve=RESERVE,
         batch=BATCH,
-        seed=seed,
+        seed=number,
         lag_s=0.01,
         max_age_s=60.0,
         seconds=offset_s + WARMUP_S,
@@ -138,6 +150,23 @@ def run_simulation(way: str | None, seed: int) -> Figures:
     )
 
 
+def test_slices_take_as_long_at_the_stand_in_as_in_the_simulator() -> None:
+    scenario, cache = Scenario(**SLICES), TokenCache()
+    prompt, generated = [ord(character) for character in "r-1".ljust(BATCH_CONTEXT, ".")], list[int]()
+    for max_tokens in (250, 133, 377, 240):
+        tokens = [*prompt, *generated]
+        body = {"model": "m", "prompt": tokens, "max_tokens": max_tokens, "ignore_eos": True}
+        request = parse_request(json.dumps(body).encode(), is_chat=False, config=ENGINE)
+        answer = request.generate_answer(cache.count_cached("m", tokens))
+        job = scenario.make_call(1000, len(generated), max_tokens)
+        assert answer.token_count == job.tokens
+        block_s = compute_work_s(BLOCK_TOKENS, 0.0) - compute_work_s(0, 0.0)
+        assert answer.work_s == pytest.approx(job.work_s, abs=block_s / 2 if generated else 1e-9)
+        cache.record_tokens("m", answer.list_tokens(answer.token_count))
+        generated += answer.generation.token_ids
+    assert len(generated) == 1000
+
+
 # ── live ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -148,7 +177,7 @@ class LiveRun:
     """
 
     def __init__(self, stage: Stage, way: str | None, number: int) -> None:
-        self.way = way
+        self.way, self.number = way, number
         pool = f"{(way or 'none').replace(' ', '-')}-{number}"
         names = QueueNames(f"batch:{{{pool}}}:requests", f"batch:{{{pool}}}:results")
         self._producer = Producer(stage.producer.client, names)
@@ -227,7 +256,8 @@ class LiveRun:
         tokens = sum(json.loads(result["payload"])["usage"]["completion_tokens"] for result in results)
         wait_s = pool["wait_s"]["realtime"]
         self.figures = Figures(tokens / MEASURED_S, wait_s["mean"], wait_s["p99"])
-        self.delay_s, self.delay_p99_s = pool["delay_s"]["mean"], pool["delay_s"]["p99"]
+        self.delay_s: float = pool["delay_s"]["mean"]
+        self.delay_p99_s: float = pool["delay_s"]["p99"]
         self.generated_tokens = pool["tokens"]["batch"]
         self.slices = sum(result.get("slices", 1) for result in results)
         self.results = len(results)
@@ -281,16 +311,16 @@ def run_live(stage: Stage, round_number: int) -> list[LiveRun]:
     return runs
 
 
-def run_until_enough(stage: Stage) -> dict[str | None, Figures]:
-    """Return the means over the worlds that were not late. Play more of them until there are enough."""
-    in_time: dict[str | None, list[Figures]] = {way: [] for way in (None, *WAYS)}
+def play_until_enough(stage: Stage) -> dict[str | None, list[LiveRun]]:
+    """Return the worlds that were not late. Play more of them until there are enough."""
+    in_time: dict[str | None, list[LiveRun]] = {way: [] for way in (None, *WAYS)}
     for round_number in range(MAX_ROUNDS):
         for run in run_live(stage, round_number):
             if not run.is_late:
-                in_time[run.way].append(run.figures)
+                in_time[run.way].append(run)
         if in_time[None] and all(len(in_time[way]) >= WORLDS for way in WAYS):
-            return {way: average(each) for way, each in in_time.items()}
-    counts = {way: len(each) for way, each in in_time.items()}
+            return in_time
+    counts = {way: len(runs) for way, runs in in_time.items()}
     pytest.fail(f"the machine is too busy: only {counts} worlds were in time")
 
 
@@ -300,11 +330,9 @@ def run_until_enough(stage: Stage) -> dict[str | None, Figures]:
 @pytest.mark.long
 @pytest.mark.timeout(5400)
 def test_simulated_slices_agree_with_real_processes(stage: Stage) -> None:
-    live = run_until_enough(stage)
-    with ProcessPoolExecutor(PROCESSES) as pool:
-        each = {way: list(pool.map(partial(run_simulation, way), SEEDS)) for way in WAYS}
-    simulated: dict[str | None, Figures] = {way: average(figures) for way, figures in each.items()}
-    simulated[None] = run_simulation(None, 0)
+    runs = play_until_enough(stage)
+    live = {way: average(run.figures for run in each) for way, each in runs.items()}
+    simulated = {way: simulate_worlds(way, [run.number for run in each]) for way, each in runs.items()}
     added = {
         way: (live[way].subtract_waits(live[None]), simulated[way].subtract_waits(simulated[None]))
         for way in WAYS
