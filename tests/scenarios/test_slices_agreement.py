@@ -51,8 +51,13 @@ START_S, WARMUP_S, MEASURED_S = 25.0, 60.0, 420.0
 """Time from the start of a world to its first batch requests, from these to the measurement, and its
 duration."""
 TOLERANCE = 0.1
+LAG_S = 0.02
+"""Time from a scrape until its reading counts. A dispatcher adds the slowest of its recent connections."""
 MAX_DELAY_S, MAX_DELAY_P99_S = 0.004, 0.06
 """Time by which requests of a world that counts ended late, on average and at the p99."""
+MAX_LOOP_LAG_S, LOOP_LAG_INTERVAL_S = 0.03, 10.0
+"""Largest mean of the lag of a dispatcher's event loop, and the interval of which a dispatcher reports the
+longest lag. A dispatcher waits so much longer before a reading counts, and revokes slices later."""
 REQUESTS = 1000
 """More batch requests than a world answers."""
 ENGINE = GenerationConfig(chunk_tokens=8)
@@ -135,7 +140,7 @@ def run_simulation(way: str | None, number: int, phase: int) -> Figures:
         reserve=RESERVE,
         batch=BATCH,
         seed=number,
-        lag_s=0.01,
+        lag_s=LAG_S,
         max_age_s=60.0,
         seconds=offset_s + WARMUP_S,
         **({} if way is None else WAYS[way].scenario),
@@ -183,6 +188,7 @@ class LiveRun:
         self._producer = Producer(stage.producer.client, names)
         self._random = random.Random(f"{number}/batch")
         self._answered_before: set[str] = set()
+        self._loop_lags_s: list[float] = []
         self._world = stage.world(
             pool=pool,
             slots=SLOTS,
@@ -248,6 +254,10 @@ class LiveRun:
         self._world.control(restart=True)
         self._answered_before = {*self._producer.collect()}
 
+    def read_loop_lag(self) -> None:
+        if self.way is not None:
+            self._loop_lags_s.append(self._dispatcher.status()["loop_lag_s"])
+
     def end_measurement(self) -> None:
         pool = self._world.observed()["pool"]
         results = [
@@ -269,14 +279,23 @@ class LiveRun:
             self._dispatcher.kill()
 
     @property
+    def _loop_lag_s(self) -> float:
+        return fmean(self._loop_lags_s or [0.0])
+
+    @property
     def is_late(self) -> bool:
-        return self.delay_s > MAX_DELAY_S or self.delay_p99_s > MAX_DELAY_P99_S
+        return (
+            self.delay_s > MAX_DELAY_S
+            or self.delay_p99_s > MAX_DELAY_P99_S
+            or self._loop_lag_s > MAX_LOOP_LAG_S
+        )
 
     def __str__(self) -> str:
         return (
             f"{self.way}: {self.figures}; {self.results} answers in {self.slices} calls, {self.revoked:.0f} "
             f"revoked, {self.generated_tokens / MEASURED_S:,.0f} tokens/s of complete calls; "
-            f"late by {1000 * self.delay_s:.1f} ms, p99 {1000 * self.delay_p99_s:.1f} ms"
+            f"late by {1000 * self.delay_s:.1f} ms, p99 {1000 * self.delay_p99_s:.1f} ms, "
+            f"dispatcher {1000 * self._loop_lag_s:.0f} ms"
         )
 
 
@@ -301,6 +320,10 @@ def run_live(stage: Stage, round_number: int) -> list[LiveRun]:
             (at, run.submit_requests),
             (at + WARMUP_S, run.start_measurement),
             (at + WARMUP_S + MEASURED_S, run.end_measurement),
+        ]
+        steps += [
+            (at + WARMUP_S + interval * LOOP_LAG_INTERVAL_S, run.read_loop_lag)
+            for interval in range(1, int(MEASURED_S / LOOP_LAG_INTERVAL_S))
         ]
         steps.sort(key=lambda each: each[0])
     for at, step in steps:
