@@ -114,7 +114,7 @@ def run_live(stage: Stage, setting: dict[str, Any]) -> tuple[float, float]:
         runs.append(run)
     for run in runs:
         wait_until_time(run.started_at + WARMUP_S)
-        run.world.control(restart_measurement=True)
+        run.world.control(restart=True)
     results = []
     for run in runs:
         wait_until_time(run.started_at + WARMUP_S + MEASURED_S)

@@ -34,7 +34,7 @@ from msgspec import Meta
 from dispatcher.lab.standin.gateway import Fault, Gateway, LogEntry
 from dispatcher.lab.standin.generation_api import GenerationConfig
 from dispatcher.lab.standin.http import Exchange, Server
-from dispatcher.lab.standin.made_up_traffic import parse_steps
+from dispatcher.lab.standin.made_up_traffic import TRACE_MAKERS, parse_steps
 from dispatcher.lab.standin.model_server_page import Engine
 from dispatcher.lab.standin.picker import Picker
 from dispatcher.lab.standin.pool import Pool
@@ -42,7 +42,7 @@ from dispatcher.lab.standin.prefixes import PrefixServers
 from dispatcher.lab.standin.replies import Answer
 from dispatcher.lab.standin.server_ports import ServerPorts
 from dispatcher.lab.standin.serving import Adapter, ModelServers, Roll, parse_models
-from dispatcher.lab.standin.trace import TraceError, load_trace
+from dispatcher.lab.standin.trace import Trace, TraceError, load_trace
 from dispatcher.lab.standin.traffic import RealtimeTraffic
 
 __all__ = [
@@ -158,7 +158,10 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = ""
     trace: Annotated[
         str,
-        Meta(description="Realtime traffic: a CSV of time, context tokens, generated tokens."),
+        Meta(
+            description="Realtime traffic: a CSV of time, context tokens, generated tokens; or the name of "
+            f"traffic that is made up: {', '.join(TRACE_MAKERS)}."
+        ),
         "no traffic",
     ] = ""
     trace_from_s: Annotated[float, Meta(description="Where in the trace to begin, in seconds.")] = 0.0
@@ -275,9 +278,7 @@ class LiveWorld:
         )
         self.realtime = RealtimeTraffic(self.pool, seconds=config.realtime_seconds, seed=config.seed)
         self._steps = parse_steps(config.steps)
-        self._trace = (
-            load_trace(Path(config.trace), slots=config.slots, seed=config.seed) if config.trace else None
-        )
+        self._trace = _load_traffic(config) if config.trace else None
         self.ports = ServerPorts(
             config.host,
             config.metrics_port,
@@ -462,6 +463,14 @@ class LiveWorld:
 
 def _send_json(exchange: Exchange, value: object) -> None:
     exchange.answer(200, msgspec.json.encode(value), [("content-type", "application/json")])
+
+
+def _load_traffic(config: Config) -> Trace:
+    """Return the realtime traffic to replay. Raises TraceError."""
+    make_trace = TRACE_MAKERS.get(config.trace)
+    if make_trace is not None:
+        return make_trace(config.seed)
+    return load_trace(Path(config.trace), slots=config.slots, seed=config.seed)
 
 
 def _load_tls(config: Config) -> ssl.SSLContext | None:

@@ -54,6 +54,7 @@ class Job:
 
     __slots__ = (
         "arrived_at",
+        "ends_at",
         "finished_at",
         "is_batch",
         "on_finish",
@@ -86,6 +87,8 @@ class Job:
         """Function that is called with the duration when the request gets a slot."""
         self.arrived_at = nan
         self.started_at = nan
+        self.ends_at = nan
+        """Time at which the request ends if the event loop is in time."""
         self.finished_at = nan
         self.timer: asyncio.TimerHandle | None = None
 
@@ -130,6 +133,9 @@ class Pool:
             "realtime": deque(maxlen=_MAX_SAMPLES),
         }
         """Time from arrival to end of finished requests."""
+        self.delays: deque[float] = deque(maxlen=_MAX_SAMPLES)
+        """Time by which the event loop was late to end a request. It shows whether the machine was too busy
+        to play the pool in real time."""
         self._on_change = on_change
         self._on_answer = on_answer
         self._waiting_in_pods: deque[Job] = deque()
@@ -205,6 +211,7 @@ class Pool:
             self.finished[kind] = self.refused[kind] = self.tokens[kind] = 0
             self.waits[kind].clear()
             self.times[kind].clear()
+        self.delays.clear()
 
     def build_report(self) -> dict[str, Any]:
         return {
@@ -217,6 +224,7 @@ class Pool:
             "tokens": dict(self.tokens),
             "wait_s": {kind: _compute_quantiles(values) for kind, values in self.waits.items()},
             "time_s": {kind: _compute_quantiles(values) for kind, values in self.times.items()},
+            "delay_s": _compute_quantiles(self.delays),
         }
 
     def _start_job(self, job: Job, now: float) -> None:
@@ -226,6 +234,7 @@ class Pool:
         seconds = (
             job.work_s * compute_slowdown(self.running, self.slots) if job.seconds is None else job.seconds
         )
+        job.ends_at = now + seconds
         job.timer = self._loop.call_later(seconds, self._finish_job, job)
         if job.on_start is not None:
             job.on_start(seconds)
@@ -238,6 +247,7 @@ class Pool:
         self.tokens[kind] += job.tokens
         self.waits[kind].append(job.started_at - job.arrived_at)
         self.times[kind].append(now - job.arrived_at)
+        self.delays.append(now - job.ends_at)
         self._record_departure(job, now)
         # Statistics are complete before the answer is sent, so that a test that has it can read them.
         self._on_answer(job)

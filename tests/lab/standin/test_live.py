@@ -33,6 +33,7 @@ from dispatcher.lab.standin.live import (
     LiveWorld,
     _parse_options,
 )
+from dispatcher.lab.standin.made_up_traffic import make_burst_trace
 from tests.support import running_process, wait_until
 
 Post = Callable[..., Coroutine[Any, Any, "Reply"]]
@@ -591,6 +592,25 @@ async def test_realtime_level_is_held_and_can_be_changed() -> None:
         await world.apply_control(Control(realtime=0))
         await wait_until(lambda: world.pool.levels["realtime"].now == 0)
         assert world.pool.build_report()["realtime"]["peak"] == 5
+
+
+async def test_traffic_that_is_made_up_is_replayed() -> None:
+    config = {"trace": "bursts", "seed": 3, "trace_speed": 600.0, "realtime_seconds": 0.0, "slots": 1000}
+    async with run_stand_in(**config) as world:
+        expected = len(make_burst_trace(3).arrivals)
+        await wait_until(lambda: world.pool.finished["realtime"] == expected, what="the end of the traffic")
+
+
+async def test_report_says_how_late_requests_ended(post: Post) -> None:
+    async with run_stand_in(seconds=0.1) as world:
+        reply = asyncio.create_task(post(world))
+        await wait_until(lambda: world.pool.running)
+        time.sleep(0.4)  # noqa: ASYNC251 -- the event loop of the stand-in is late
+        await reply
+        delay_s = world.build_report()["pool"]["delay_s"]
+        assert 0.2 < delay_s["max"] == delay_s["mean"]
+        await world.apply_control(Control(restart=True))
+        assert world.build_report()["pool"]["delay_s"]["max"] is None
 
 
 async def test_trace_is_replayed(tmp_path: Path) -> None:
