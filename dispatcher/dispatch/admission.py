@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from dispatcher.dispatch.completions import Completion
     from dispatcher.dispatch.in_flight import InFlightTable
     from dispatcher.dispatch.options import Options
+    from dispatcher.dispatch.parsed_requests import ParsedRequestCache
     from dispatcher.dispatch.queue_timeouts import QueueTimeouts
-    from dispatcher.dispatch.sequences.turns import ParsedRequestCache
     from dispatcher.ports import Lease, Queue
 
 LARGE_MEMBER_BYTES = 65_536
@@ -66,7 +66,8 @@ class Admission:
             if terms.overrides and isinstance(parsed, Request):
                 parsed = name_override(parsed, terms, self._options.default_path)
             checked = check_request(lease, parsed, unix_now, retry)
-            if timeouts is not None and isinstance(checked, Request):
+            # A generation that was started in slices does not wait any more.
+            if timeouts is not None and not lease.progress and isinstance(checked, Request):
                 checked = timeouts.check_wait(lease, checked, unix_now) or checked
             if not isinstance(checked, Request):
                 request = parsed if isinstance(parsed, Request) else None

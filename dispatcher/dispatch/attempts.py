@@ -172,6 +172,8 @@ class AttemptRunner:
             tokens = None if sliced is None else _count_tokens(sliced)
             self._journal.record_attempt(entry, result, outcome, tokens)
             if isinstance(sliced, Continues):
+                if request.session is None and not request.version:  # it is as it was parsed
+                    self._turn_checker.parsed_requests.store_request(entry.lease, request)
                 self._complete(completions.build_progress_release(entry.lease, sliced.progress, sliced.why))
                 return
             if sliced is not None and isinstance(outcome, Delivered):

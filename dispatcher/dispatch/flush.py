@@ -102,7 +102,11 @@ class CompletionFlusher:
                 )
         if releases:
             # A flush claims with one call only, because only one nonce can be repeated.
-            permit = get_permit() if claimed is None and any(map(_goes_on, releases)) else None
+            permit = (
+                get_permit()
+                if claimed is None and any(each.can_be_claimed_again for each in releases)
+                else None
+            )
             if permit is not None:
                 claimed = await self._end_and_claim(
                     "release", releases, permit, partial(queue.release_and_claim_again, releases)
@@ -166,11 +170,6 @@ class CompletionFlusher:
                 makes_work = completions.get_turn_end(completion) is not None
             if self._lane_rules.record_completion(lease, completion) or (makes_work and not is_next_known):
                 self._access.has_work = True
-
-
-def _goes_on(release: Release) -> bool:
-    """Return True if the request has new progress, and may be claimed again at once."""
-    return bool(release.stored_progress) and release.delay_s <= 0 and not release.missing_model
 
 
 def _generate_nonces() -> Iterator[str]:

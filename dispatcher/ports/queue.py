@@ -240,6 +240,13 @@ class Release(Value, frozen=True):
     """
 
     @property
+    def can_be_claimed_again(self) -> bool:
+        """True if the request has new progress, and the caller has its member, so that the next slice needs
+        nothing else from the queue than a lease."""
+        is_kept = bool(self.stored_progress and self.lease.member)
+        return is_kept and self.delay_s <= 0 and not self.missing_model
+
+    @property
     def stored_progress(self) -> bytes | None:
         """Progress that the queue stores. `None` to keep what is stored."""
         progress = self.progress
@@ -479,7 +486,7 @@ class Queue(ModelRegistry, Protocol):
     async def release_and_claim_again(
         self, releases: Sequence[Release], nonce: str, permit: Permit
     ) -> EndAndClaimResult:
-        """Release the requests, and in the same step lease those with new progress to the caller again.
+        """Release the requests, and in the same step lease those that `can_be_claimed_again` to the caller.
 
         Only requests are leased that a `claim` with this permit would have leased: in order, up to the first
         that has no room or has another request before it. `nonce` must not be one of an earlier claim.

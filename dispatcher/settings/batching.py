@@ -73,7 +73,8 @@ class BatchRuleSettings(Section):
         le=31_536_000,
         description="Longest time that a request may wait in the queue, in seconds since its submission. It "
         "applies when the request is claimed, beside the deadline of the request, in every `mode`. A request "
-        "without `created` has no such limit. If null, only deadlines apply.",
+        "without `created` has no such limit, nor has one that was started in slices. If null, only "
+        "deadlines apply.",
     )
     timeout_action: Literal["reject", "delay"] = Field(
         "reject",

@@ -521,6 +521,20 @@ async def test_only_live_leases_are_claimed_again(world: World) -> None:
     assert (statuses, again.progress) == ([SettleStatus.DONE, SettleStatus.LOST], b"new")
 
 
+async def test_request_whose_member_the_caller_has_not_kept_is_not_claimed_again(world: World) -> None:
+    queue = world.owner()
+    for number in range(2):
+        await start_request(world, queue, NOW + number, name=f"r-{number}")
+    first, second = await claim(queue)
+    releases = [Release(first.copy_with(member=b""), progress=b"a"), Release(second, progress=b"b")]
+    assert await release_and_claim(queue, *releases) == (DONE * 2, [])
+    again = await claim(queue)
+    assert [(lease.member, lease.progress) for lease in again] == [
+        (member("r-0"), b"a"),
+        (member("r-1"), b"b"),
+    ]
+
+
 async def test_suspect_is_not_claimed_again_with_its_release(world: World) -> None:
     queue = world.owner()
     await start_request(world, queue)

@@ -14,8 +14,8 @@ from dispatcher.dispatch.claimed_request import ClaimedLeases
 from dispatcher.dispatch.completions import Completion, get_lease
 from dispatcher.dispatch.in_flight import InFlightTable
 from dispatcher.dispatch.options import Options
+from dispatcher.dispatch.parsed_requests import ParsedRequestCache
 from dispatcher.dispatch.queue_timeouts import QueueTimeouts
-from dispatcher.dispatch.sequences.turns import ParsedRequestCache
 from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.ports import DeadLetter, Lease, Permit, Settlement

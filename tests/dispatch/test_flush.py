@@ -8,7 +8,7 @@ import pytest
 
 from dispatcher.core.gateway.outcome import Delivered
 from dispatcher.core.requests.request import Request, encode_member, parse_member
-from dispatcher.dispatch.sequences.turns import ParsedRequestCache
+from dispatcher.dispatch.parsed_requests import ParsedRequestCache
 from tests.dispatch.call_recorder import CallRecorder
 from tests.dispatch.scene import Scene, lease, run_in_scene
 from tests.dispatch.sequence_scene import SequenceGateway, build_turns, read_results, submit_turns

@@ -13,9 +13,11 @@ from dispatcher.core.requests.result import ErrorCode
 from dispatcher.core.requests.score import compute_score
 from dispatcher.core.sequences.turns import Turn
 from dispatcher.dispatch import Options
-from dispatcher.ports import Submission
+from dispatcher.lab.memory_queue import MemoryQueue
+from dispatcher.ports import Release, Submission
 from tests.dispatch.scene import Scene, UnreachableGateway, run_in_scene
 from tests.dispatch.sequence_scene import read_results
+from tests.queue.factories import claim
 
 PATH = "/v1/completions"
 
@@ -50,6 +52,20 @@ def test_request_that_waited_too_long_is_rejected_and_others_are_sent() -> None:
         assert results["late"]["error_code"] == ErrorCode.DEADLINE_EXCEEDED
         assert "batching.rules[0].default_timeout_s is 30 s" in results["late"]["error_message"]
         assert scene.dispatcher.queue_timeouts.counts == {"reject": 1, "delay": 0}
+
+    run_in_scene(check, options=make_options())
+
+
+def test_request_that_was_started_in_slices_has_no_timeout() -> None:
+    async def check(scene: Scene) -> None:
+        await asyncio.sleep(100)
+        await scene.store.submit([make_submission("started", 42)])
+        other_owner = MemoryQueue(scene.store, "b")
+        (lease,) = (await claim(other_owner)).leases
+        await other_owner.release([Release(lease, progress=b"output of the first slice")])
+        await asyncio.sleep(30)
+        assert scene.gateway.sent == ["started"]
+        assert scene.dispatcher.queue_timeouts.counts["reject"] == 0
 
     run_in_scene(check, options=make_options())
 

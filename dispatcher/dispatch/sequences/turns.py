@@ -29,6 +29,7 @@ from dispatcher.core.sequences.conversation import (
 from dispatcher.core.sequences.decisions import TurnEnd, TurnGranted, TurnRejected, TurnWaits
 from dispatcher.core.sequences.turns import CarryMode, Session
 from dispatcher.dispatch import completions
+from dispatcher.dispatch.parsed_requests import ParsedRequestCache
 from dispatcher.ports import Settlement
 
 if TYPE_CHECKING:
@@ -39,46 +40,12 @@ if TYPE_CHECKING:
     from dispatcher.dispatch.in_flight import InFlightLease, InFlightTable
     from dispatcher.dispatch.options import Options
     from dispatcher.dispatch.queue_access import QueueAccess
-    from dispatcher.ports import AttemptResult, Lease
+    from dispatcher.ports import AttemptResult
 
 MAX_ATTEMPTS_AT_SERVER = 2
 """Number of failed attempts after which a request may go to any server."""
-MAX_PARSED_BYTES = 16 << 20
-"""Maximum size of the members in `ParsedRequestCache`."""
 _VALID_TOKEN = re.compile(r"[!-~]{1,2048}")
 """Tokens that can be sent back unchanged in a header."""
-
-
-class ParsedRequestCache:
-    """Parsed requests that wait for their turn, so that they need not be parsed again. The oldest are dropped
-    when their members exceed `max_bytes`."""
-
-    def __init__(self, max_bytes: int = MAX_PARSED_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self.size_bytes = 0
-        """Size of the members."""
-        self._by_entry: dict[int, tuple[bytes, Request]] = {}
-
-    def store_request(self, lease: Lease, request: Request) -> None:
-        if not lease.member:  # the member was dropped, see LARGE_MEMBER_BYTES
-            return
-        # Drop an older entry, so that the size is counted once and the order is by age.
-        self.take_request(lease, 0)
-        self._by_entry[lease.entry_id] = lease.member, request
-        self.size_bytes += len(lease.member)
-        while self.size_bytes > self._max_bytes:
-            member, _ = self._by_entry.pop(next(iter(self._by_entry)))
-            self.size_bytes -= len(member)
-
-    def take_request(self, lease: Lease, max_payload_bytes: int) -> Request | None:
-        """Remove and return the parsed request of this lease. `None` if it is not known, has another member,
-        or is too long by now."""
-        kept = self._by_entry.pop(lease.entry_id, None)
-        if kept is None:
-            return None
-        member, request = kept
-        self.size_bytes -= len(member)
-        return request if member == lease.member and len(request.payload) <= max_payload_bytes else None
 
 
 class TurnChecker:

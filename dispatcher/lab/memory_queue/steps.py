@@ -343,7 +343,7 @@ def count_just_leased_units(pool: PoolState, caller: Caller) -> int:
 def release(
     queue: QueueState, now: float, releases: Sequence[Release], continued: list[Entry] | None = None
 ) -> list[SettleStatus]:
-    """Return requests to the queue. Those that wait for their next slice now are added to `continued`."""
+    """Return requests to the queue. Those that can be claimed again are added to `continued`."""
     statuses = []
     for release_ in releases:
         grant = queue.find_lease(release_.lease)
@@ -372,7 +372,7 @@ def release(
             queue.move_entry(entry, Location.DELAYED, now + release_.delay_s)
         else:
             queue.move_entry(entry, Location.RETURNED)
-            if continued is not None and progress and entry.lane is Lane.STARTED:
+            if continued is not None and release_.can_be_claimed_again and entry.lane is Lane.STARTED:
                 continued.append(entry)
         statuses.append(SettleStatus.DONE)
     return statuses

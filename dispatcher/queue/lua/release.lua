@@ -4,16 +4,16 @@
 -- Arguments: reply_s, offer: packed
 -- List releases: entry_id: number, token, delay_s: number, failed_attempts: number, refusals: number,
 --     undelivered: number, last_attempt, missing_model, new_score, request_id, request_token, has_progress: flag,
---     progress
+--     progress, can_be_claimed_again: flag
 -- `failed_attempts`, `refusals` and `undelivered` are 0 or 1. With an empty `last_attempt`, the outcome of an earlier
 -- attempt stays. With an empty `new_score`, the score stays. A request that waits for its `missing_model` has no delay,
 -- and can be cancelled there by `request_id` and `request_token`. With `has_progress`, `progress` replaces what is
--- stored. `offer` is one to claim requests with new progress again (claim_again.lua), or nil.
+-- stored. `offer` is one to claim requests again (claim_again.lua), or nil.
 -- Returns {now, what was claimed: {owner reply, number of waiting requests, lease rows without members and progress}
 --         (false: no offer; in a repeated reply the number of leases, which a claim by the same nonce returns),
 --         status per request (0: done, 1: lost)…}
--- Guarantees: the request is in exactly one place, under the new score if there is one. Of the requests with new
--- progress, those that the next claim would lease first are leased again.
+-- Guarantees: the request is in exactly one place, under the new score if there is one. Of the requests that can be
+-- claimed again, those that the next claim would lease first are leased.
 local recorded = call('GET', REPLY)
 if recorded then return cmsgpack.unpack(recorded) end
 local now, shared, probe = current_time(), offer and load_control(), call('HGET', CONTROL, 'probe')
@@ -60,7 +60,7 @@ for _, item in ipairs(ended) do
     call('ZADD', DELAYED, format_float(now + item.delay_s), string.format('%016d', item.id))
     call('ZADD', DELAYED_ORDER, state[SCORE], ordered_name(item.id, state))
     save_entry(item.id, state)
-  elseif offer and item.has_progress and is_started(state) then
+  elseif offer and item.can_be_claimed_again and is_started(state) then
     continued[#continued + 1] = item
   else
     return_to_queue(item.id, state)

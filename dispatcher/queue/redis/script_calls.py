@@ -205,6 +205,7 @@ class _ReleaseRow(Row):
     request_token: bytes
     has_progress: bool
     progress: bytes
+    can_be_claimed_again: bool
 
 
 async def release(
@@ -230,6 +231,7 @@ async def release(
                 request_token=request_token,
                 has_progress=progress is not None,
                 progress=progress or b"",
+                can_be_claimed_again=each.can_be_claimed_again,
             )
         )
     reply = await backend.run_script(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from dispatcher.core.requests.request import Rejection, Request, parse_member
+from dispatcher.dispatch import admission
 from dispatcher.lab.standin.generation_api import GenerationConfig
 from tests.dispatch.call_recorder import CallRecorder
 from tests.dispatch.scene import Scene, run_in_scene
@@ -29,6 +31,26 @@ def test_next_slices_need_no_claim() -> None:
         await wait_for_results(scene, 1)
         assert calls.leases_per_release == [1] * 4
         assert calls.claimed_count == 0
+
+    run_in_scene(check, gateway, build_options(skips_check=True))
+
+
+def test_request_is_parsed_once_for_all_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed_ids = list[str | None]()
+
+    def parse_and_record(member: bytes, **options: int) -> Request | Rejection:
+        parsed = parse_member(member, **options)
+        parsed_ids.append(parsed.id)
+        return parsed
+
+    monkeypatch.setattr(admission, "parse_member", parse_and_record)
+    gateway = GenerationGateway(GenerationConfig(end_probability=0.0))
+
+    async def check(scene: Scene) -> None:
+        await submit(scene, COMPLETION, build_payload(COMPLETION))
+        assert (await wait_for_results(scene, 1))["r-1"].slices == 5
+        assert parsed_ids == ["r-1"]
+        assert scene.dispatcher.turn_checker.parsed_requests.size_bytes == 0
 
     run_in_scene(check, gateway, build_options(skips_check=True))
 
