@@ -27,6 +27,7 @@ def chunked(connection: Connection, body: bytes) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.serial  # 512 connections are opened at once, within the time that each may take
 @pytest.mark.parametrize("form", ["length", "chunked"])
 async def test_512_answers_of_a_megabyte_stay_within_the_bound_and_all_arrive(
     gateway_to: MakeGateway, form: str

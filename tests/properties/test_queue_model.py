@@ -363,7 +363,7 @@ class QueueModel(QueueComparison):
         owner=owners,
         number=st.integers(0, 2),
         deadline=st.sampled_from([1000, 4 * 10**9]),
-        next_step=st.sampled_from(["", "again", "expire", "dead-letter"]),
+        next_step=st.sampled_from(["", "again", "expire", "dead-letter", "requeue"]),
     )
     def start_requests(self, owner: int, number: int, deadline: int, next_step: str) -> None:
         """Store progress of some requests, then claim them again, in the same step or in another one. Or
@@ -385,7 +385,7 @@ class QueueModel(QueueComparison):
             self.settle_unleased(owner, False)
             return
         self.claim(owner, 6, 16, 0, 2, False)
-        if next_step != "dead-letter" or not (started := self.held_leases[owner][-2:]):
+        if next_step not in ("dead-letter", "requeue") or not (started := self.held_leases[owner][-2:]):
             return
         started.sort(key=lambda pair: pair.real.entry_id)
         ends = [
@@ -395,6 +395,8 @@ class QueueModel(QueueComparison):
         real, twin = self.run_on_both(owner, lambda queue, which: queue.move_to_dead_letters(ends[which]))
         assert list(real) == list(twin)
         self.forget_leases(owner, started)
+        if next_step == "requeue":
+            self.end_dead_requests(owner, [pair.real.entry_id for pair in started], purge=False)
 
     @rule(
         owner=owners,
@@ -673,6 +675,12 @@ class QueueModel(QueueComparison):
     @rule(data=st.data(), owner=owners, purge=st.booleans(), lose_reply=reply_losses)
     def purge_or_requeue_dead(self, data: st.DataObject, owner: int, purge: bool, lose_reply: bool) -> None:
         entries = data.draw(st.lists(st.sampled_from([*self.store.queue.dead, 10**6]), unique=True))
+        self.end_dead_requests(owner, entries, purge=purge, lose_reply=lose_reply)
+
+    def end_dead_requests(
+        self, owner: int, entries: Sequence[int], *, purge: bool, lose_reply: bool = False
+    ) -> None:
+        """Purge or requeue dead requests."""
         dead = self.store.queue.count_requests().dead
         pending = self.store.queue.count_requests().pending
         if purge:

@@ -55,7 +55,8 @@ class ReplicaPair:
         wait_until_sync(self._both_run_requests, 20, what="both replicas to run requests", every_s=0.05)
         failed_before = [count_failed_attempts(replica) for replica in replicas]
         producer.submit(240)
-        wait_until_sync(lambda: world.in_flight() >= LIMIT, 15, what="the idle capacity to be used")
+        # The limit changes by one or two with each reading.
+        wait_until_sync(lambda: world.in_flight() >= LIMIT - 3, 15, what="the idle capacity to be used")
 
         break_gateway()
         for replica in replicas:
