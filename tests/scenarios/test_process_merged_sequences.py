@@ -79,7 +79,7 @@ def test_states_are_right_and_turns_share_calls_while_dispatchers_are_killed(
             gateway={"url": server.url, "allowed_paths": [PATH]},
             batching={
                 "mode": "on",
-                "rules": [{"paths": [PATH], "max_size": 64, "max_delay_s": 0.02, "sequences": True}],
+                "rules": [{"paths": [PATH], "max_size": 64, "max_delay_s": 0.1, "sequences": True}],
             },
         )
         dispatchers = [own_stage.dispatcher(settings) for _ in range(2)]
