@@ -274,7 +274,7 @@ class AttemptRunner:
 def _count_tokens(sliced: Continues | Finished) -> tuple[int, int] | None:
     """Return the tokens in and out of a slice. `None` if the answer has to be searched for them."""
     if sliced.usage is not None:
-        return sliced.usage.limited
+        return sliced.usage.limited_tokens
     return parse_token_usage(sliced.body) if isinstance(sliced, Finished) else None
 
 

@@ -486,7 +486,8 @@ class Queue(ModelRegistry, Protocol):
     async def release_and_claim_again(
         self, releases: Sequence[Release], nonce: str, permit: Permit
     ) -> EndAndClaimResult:
-        """Release the requests, and in the same step lease those that `can_be_claimed_again` to the caller.
+        """Release the requests, and in the same step lease those to the caller whose release says that they
+        can be claimed again (`Release.can_be_claimed_again`).
 
         Only requests are leased that a `claim` with this permit would have leased: in order, up to the first
         that has no room or has another request before it. `nonce` must not be one of an earlier claim.

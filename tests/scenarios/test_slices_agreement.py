@@ -1,4 +1,4 @@
-"""What the simulator says about slices holds for real processes.
+"""Real processes have the figures that the simulator computes for slices.
 
 The same bursts of realtime requests are played in virtual time, and in real time with stand-in servers over
 HTTP, a queue server and dispatchers as processes. Batch requests of 2,000 tokens are sent whole, in slices,

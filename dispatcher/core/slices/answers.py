@@ -18,6 +18,7 @@ from dispatcher.core.slices.pieces import (
     Piece,
     Usage,
     count_token_ids,
+    join_token_ids,
     read_piece,
 )
 from dispatcher.core.slices.progress import Progress, Stage
@@ -314,7 +315,7 @@ def _join_token_ids(progress: Progress | None, piece: Piece) -> bytes:
         return b""
     if progress is None:
         return piece.token_ids if piece.prompt_token_ids else b""
-    return b"%b,%b" % (progress.token_ids, piece.token_ids) if progress.token_ids else b""
+    return join_token_ids(progress.token_ids, piece.token_ids) if progress.token_ids else b""
 
 
 def _find_stop(stop: tuple[str, ...], text: str, known_length: int) -> tuple[int, str] | None:

@@ -39,7 +39,7 @@ class Usage(msgspec.Struct):
         return cached if type(cached) is int else None
 
     @property
-    def limited(self) -> tuple[int, int]:
+    def limited_tokens(self) -> tuple[int, int]:
         """Tokens in and out, within the range that is believed."""
         return limit_tokens(self.prompt_tokens), limit_tokens(self.completion_tokens)
 
@@ -115,9 +115,9 @@ def read_token_ids(raw: msgspec.Raw) -> bytes:
     return ids[1:-1]
 
 
-def join_token_ids(*ids: bytes) -> bytes:
-    """Return lists without brackets as one."""
-    return b",".join(filter(None, ids))
+def join_token_ids(first: bytes, second: bytes) -> bytes:
+    """Return two lists without brackets as one."""
+    return b"%b,%b" % (first, second) if first and second else first or second
 
 
 def count_token_ids(ids: bytes) -> int:

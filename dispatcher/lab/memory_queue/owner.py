@@ -168,7 +168,11 @@ class MemoryQueue:
     ) -> EndAndClaimResult:
         caller, queue, ready_entries = self._begin_step(), self._queue, list[Entry]()
         statuses = results.settle(queue, settlements, ready_entries)
-        taken = steps.claim_next(queue, caller, nonce, self._permit_in_pool_time(permit), ready_entries)
+        # An entry that waits in a lane waits for a claim.
+        in_no_lane = [entry for entry in ready_entries if entry.lane is None]
+        taken = steps.claim_first_of(
+            queue, caller, nonce, self._permit_in_pool_time(permit), in_no_lane, returns_members=True
+        )
         waiting = queue.waiting_count - queue.count_passed_over({}, taken)
         return EndAndClaimResult(
             statuses,
@@ -196,7 +200,9 @@ class MemoryQueue:
         statuses = steps.release(queue, caller.now, releases, continued)
         if not continued:
             return EndAndClaimResult(statuses, None)
-        taken = steps.claim_again(queue, caller, nonce, self._permit_in_pool_time(permit), continued)
+        taken = steps.claim_first_of(
+            queue, caller, nonce, self._permit_in_pool_time(permit), continued, returns_members=False
+        )
         waiting = queue.waiting_count - queue.count_passed_over({Lane.STARTED: len(taken) + 1}, taken)
         return EndAndClaimResult(statuses, self._build_claim_result(caller, taken, waiting))
 

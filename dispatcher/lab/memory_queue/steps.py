@@ -194,39 +194,30 @@ def _lease_first(
     return taken
 
 
-def claim_next(
-    queue: QueueState, caller: Caller, nonce: str, permit: Permit, ready_entries: Sequence[Entry]
+def claim_first_of(
+    queue: QueueState,
+    caller: Caller,
+    nonce: str,
+    permit: Permit,
+    entries: Sequence[Entry],
+    *,
+    returns_members: bool,
 ) -> list[LeaseRecord]:
-    """Lease those of the ready entries that the next claim would lease first."""
-    limit, room = _get_limit_and_room(queue.pool, caller, permit, is_probe=False) if ready_entries else (0, 0)
+    """Lease those of the entries that the next claim would lease first.
+
+    `returns_members` says that the reply has their members, which must not be too large then.
+    """
+    _, room = _get_limit_and_room(queue.pool, caller, permit, is_probe=False) if entries else (0, 0)
     taken: list[LeaseRecord] = []
     size = 0
     while room > 0:
         source = queue.next_source(_ONE_OF_EACH_OPEN)
         entry = None if source is None else source.peek_entry()
-        # Stop at the first request that is not ready by this step: a claim would lease it before the others.
-        if source is None or entry is None or entry not in ready_entries or entry.lane is not None:
+        # Stop at the first request that is not one of them: a claim would lease it before the others.
+        if source is None or entry is None or entry not in entries or entry.units > room:
             break
         size += len(entry.member)
-        if entry.units > min(room, limit) or len(entry.member) > queue.max_member_bytes or size > CLAIM_BYTES:
-            break
-        room -= entry.units
-        taken.append(queue.lease_entry(source.pop_entry(), caller.owner, caller.now, entry.units))
-    if taken:
-        _remember_claim(queue, caller, nonce, taken)
-    return taken
-
-
-def claim_again(
-    queue: QueueState, caller: Caller, nonce: str, permit: Permit, continued: Sequence[Entry]
-) -> list[LeaseRecord]:
-    """Lease those of the continued entries that the next claim would lease first."""
-    _, room = _get_limit_and_room(queue.pool, caller, permit, is_probe=False)
-    taken: list[LeaseRecord] = []
-    while True:
-        source = queue.next_source(_ONE_OF_EACH_OPEN)
-        entry = None if source is None else source.peek_entry()
-        if source is None or entry is None or entry not in continued or entry.units > room:
+        if returns_members and (len(entry.member) > queue.max_member_bytes or size > CLAIM_BYTES):
             break
         room -= entry.units
         taken.append(queue.lease_entry(source.pop_entry(), caller.owner, caller.now, entry.units))

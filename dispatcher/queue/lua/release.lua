@@ -10,7 +10,8 @@
 -- and can be cancelled there by `request_id` and `request_token`. With `has_progress`, `progress` replaces what is
 -- stored. `offer` is one to claim requests again (claim_again.lua), or nil.
 -- Returns {now, what was claimed: {owner reply, number of waiting requests, lease rows without members and progress}
---         (false: no offer; in a repeated reply the number of leases, which a claim by the same nonce returns),
+--         (false: no offer, or no request that can be claimed again; in a repeated reply the number of leases, which a
+--         claim by the same nonce returns),
 --         status per request (0: done, 1: lost)…}
 -- Guarantees: the request is in exactly one place, under the new score if there is one. Of the requests that can be
 -- claimed again, those that the next claim would lease first are leased.

@@ -163,8 +163,8 @@ def decode_lease_units(backend: Backend, reply: Reply) -> LeaseUnitsResult:
 class ReleaseReply(Value, frozen=True):
     statuses: list[SettleStatus]
     claim_result: ClaimResult | None = None
-    """Requests that were claimed again, with neither member nor progress. `None` if nothing was offered, or
-    if the reply was lost."""
+    """Requests that were claimed again, with neither member nor progress. `None` if nothing was offered, if
+    none can be claimed again, or if the reply was lost."""
 
 
 def decode_release(backend: Backend, reply: Reply) -> ReleaseReply:
