@@ -80,27 +80,30 @@ registry get them."""
 SCRIPT_KEYS = {**QUEUE_KEYS, **POOL_KEYS, **SEQUENCE_KEYS, **WAITING_FOR_MODEL_KEYS, **PROGRESS_KEYS}
 """Keys in the order in which all scripts but those of the model registry get them."""
 SECRET_SUFFIX = "sequences:secret"  # noqa: S105 - the suffix of a key
-_SUFFIXES = (
-    *(suffix for suffix, _ in (*SCRIPT_KEYS.values(), *MODEL_REGISTRY_KEYS.values()) if suffix),
-    SECRET_SUFFIX,
+_LASTING_ENDINGS = tuple(
+    f":{suffix}"
+    for suffix in (
+        *(suffix for suffix, _ in (*SCRIPT_KEYS.values(), *MODEL_REGISTRY_KEYS.values()) if suffix),
+        SECRET_SUFFIX,
+    )
 )
+"""Endings of the keys of a queue and its pool that do not expire. None of them is the end of another one."""
+_EXPIRING_PARTS = (":reply:", ":posted:", ":active:", ":cancel:", ":sequences:cancelled:", ":streams:")
+"""Parts of the keys that expire. Each is followed by an id."""
 _ANONYMOUS_CLIENT_LIST = re.compile(r"batch-results:(?:\{[0-9a-f]{16}\}|[0-9a-f]{16})")
+_CLIENT_LIST_PREFIX = CLIENT_LISTS.removesuffix("*")
 KEPT_SUFFIX, OWNER_SUFFIX = "kept", "owner"
 """Suffixes that a client appends to the name of its result list to name its two other keys."""
-_GO_CLIENT_SUFFIXES = ("result-claimed", "result-claim-owners", "result-claims-idx", "result-ack-tombstones")
-"""Suffixes that llm-d's Go producer (`ReceiveResult`) appends to the name of the list that it reads."""
-_CLIENT_KEY = re.compile(
-    rf"{re.escape(CLIENT_LISTS.removesuffix('*'))}.*:(?:{KEPT_SUFFIX}|{OWNER_SUFFIX})|.*:(?:{'|'.join(_GO_CLIENT_SUFFIXES)})",
-    re.DOTALL,
+_CLIENT_ENDINGS = (f":{KEPT_SUFFIX}", f":{OWNER_SUFFIX}")
+_GO_CLIENT_ENDINGS = (
+    ":result-claimed",
+    ":result-claim-owners",
+    ":result-claims-idx",
+    ":result-ack-tombstones",
 )
-_EXPIRING_SUFFIXES = ("reply", "posted", "active", "cancel", "sequences:cancelled", "streams")
-"""Suffixes of keys that expire. Each is followed by an id."""
-_QUEUE_KEY = re.compile(
-    rf"batch:\{{[^{{}}]*\}}:requests|[^}}]*\}}.*:(?:{'|'.join(_SUFFIXES)})|[^}}]*\}}.*:(?:{'|'.join(_EXPIRING_SUFFIXES)}):.*",
-    re.DOTALL,
-)
-"""Pattern of all names that may be a key of some queue. All of them have a hash tag, except for a queue that
-its operator named."""
+"""What llm-d's Go producer (`ReceiveResult`) appends to the name of the list that it reads."""
+_DEFAULT_QUEUE = re.compile(r"batch:\{([^{}]*)\}:requests")
+_KEY_PREFIX = re.compile(r"[^{}]*\{([^{}]+)\}[^{}]*")
 
 
 class QueueNameError(ValueError):
@@ -288,15 +291,28 @@ class QueueNames:
         if (
             self.is_queue_key(name)
             or name.startswith((FOREIGN_ACTIVE_PREFIX, FOREIGN_CANCEL_PREFIX))
-            or _QUEUE_KEY.fullmatch(name)
+            or _may_be_queue_key(name)
         ):
             return "may be a key of a queue"
-        if _CLIENT_KEY.fullmatch(name):
+        if _may_be_client_key(name):
             return "may be a key of a client"
         return None if matches_any(self._allowed_patterns, name) else "is not among queue.result_lists"
 
 
-_LASTING_KEY = re.compile(rf"([^{{}}]*\{{([^{{}}]+)\}}[^{{}}]*):(?:{'|'.join(_SUFFIXES)})")
+def _may_be_queue_key(name: str) -> bool:
+    """Return whether a name may be a key of some queue. All of them have a hash tag, except for a queue that
+    its operator named."""
+    _, brace, rest = name.partition("}")
+    return _DEFAULT_QUEUE.fullmatch(name) is not None or (
+        bool(brace) and (rest.endswith(_LASTING_ENDINGS) or any(part in rest for part in _EXPIRING_PARTS))
+    )
+
+
+def _may_be_client_key(name: str) -> bool:
+    is_client_list = name.startswith(_CLIENT_LIST_PREFIX)
+    return name.endswith(_GO_CLIENT_ENDINGS) or (
+        is_client_list and name.removeprefix(_CLIENT_LIST_PREFIX).endswith(_CLIENT_ENDINGS)
+    )
 
 
 def parse_queue_name(key: str) -> str | None:
@@ -304,16 +320,17 @@ def parse_queue_name(key: str) -> str | None:
     a queue that its operator named and that only producers have written to."""
     if parse_default_pool(key) is not None:
         return key
-    if (found := _LASTING_KEY.fullmatch(key)) is None:
+    ending = next((ending for ending in _LASTING_ENDINGS if key.endswith(ending)), None)
+    prefix = "" if ending is None else key.removesuffix(ending)
+    if (found := _KEY_PREFIX.fullmatch(prefix)) is None:
         return None
-    prefix, tag = found.groups()
-    return tag if prefix == f"{{{tag}}}" else prefix
+    return found[1] if prefix == f"{{{found[1]}}}" else prefix
 
 
 def parse_default_pool(queue: str) -> str | None:
     """Return the pool whose queue has this name by default, or `None`."""
-    found = re.fullmatch(r"batch:\{([^{}]+)\}:requests", queue)
-    return None if found is None else found[1]
+    found = _DEFAULT_QUEUE.fullmatch(queue)
+    return (found[1] or None) if found else None
 
 
 def _build_prefix(queue: str) -> str:

@@ -1,14 +1,10 @@
-"""Modules and CPU time that the import of the client costs."""
+"""Modules and function calls that the import of the client costs."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-
-import pytest
-
-from tests.cost_comparison import compare_costs, get_children_cpu_s, measure_cpu_s
 
 BLOCK_OTHER_PACKAGES = """
 import importlib.abc, sys
@@ -22,9 +18,25 @@ class Blocked(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Blocked())
 """
 """Code that makes all third-party packages but redis and msgspec unavailable."""
-MAX_RATIO = 1.3
-"""Largest ratio to the import time of the client of Redis. Measured: 115 ms with our client, 100 ms without.
+COUNT_CALLS = """
+import sys
+
+count = 0
+
+def count_call(frame, event, argument):
+    global count
+    count += event in ("call", "c_call")
+
+sys.setprofile(count_call)
+{code}
+sys.setprofile(None)
+print(count)
 """
+"""Counts the function calls of some code. CPU time is no reliable measure here: on a machine with other load,
+the same import took 20 % more of it than the import of the client of Redis, or 37 %."""
+MAX_RATIO = 1.32
+"""Largest ratio to the function calls of the import of the client of Redis. Measured: 167,540 with our
+client, 129,420 without."""
 
 
 def run_python(code: str) -> str:
@@ -51,10 +63,11 @@ def test_worker_process_modules_are_not_loaded_by_the_import() -> None:
     assert {"pickle", "multiprocessing", "dispatcher.batched.worker_process"} & set(loaded) == set()
 
 
-@pytest.mark.slow
-@pytest.mark.serial
-async def test_import_costs_little_more_than_the_redis_client() -> None:
-    client = measure_cpu_s(lambda: run_python("import dispatcher.client"), get_children_cpu_s)
-    redis_client = measure_cpu_s(lambda: run_python("import redis.asyncio, msgspec"), get_children_cpu_s)
-    cost = await compare_costs(client, redis_client, pairs=11)
-    assert cost.ratio < MAX_RATIO, cost
+def count_calls(code: str) -> int:
+    run_python(code)  # compiles the modules
+    return int(run_python(COUNT_CALLS.format(code=code)))
+
+
+def test_import_costs_little_more_than_the_redis_client() -> None:
+    redis_client = count_calls("import redis.asyncio, msgspec")
+    assert count_calls("import dispatcher.client") < MAX_RATIO * redis_client
