@@ -37,6 +37,9 @@ POOL = "qwen"
 NAMES = QueueNames(f"batch:{{{POOL}}}:requests", f"batch:{{{POOL}}}:results")
 START_TIMEOUT_S = 30.0
 """Time for an interpreter to start, its imports and a first reading, on a busy machine."""
+NEARLY_FULL = 24
+"""Batch requests in flight that show that the dispatchers use the idle capacity of 32 slots. With a reserve
+of 5 % the limit is 30. It is lower if requests end while a reading is taken, as on a busy machine."""
 Process = subprocess.Popen[bytes] | ForkedProcess
 
 

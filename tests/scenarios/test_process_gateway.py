@@ -17,7 +17,7 @@ import httpx
 import pytest
 import trustme
 
-from tests.scenarios.processes import Dispatcher, Stage, World, assert_stays_true, merge_settings
+from tests.scenarios.processes import NEARLY_FULL, Dispatcher, Stage, World, assert_stays_true, merge_settings
 from tests.support import find_envoy, free_port, measure_slowdown, running_process, wait_until_sync
 
 LIMIT = 30
@@ -55,8 +55,7 @@ class ReplicaPair:
         wait_until_sync(self._both_run_requests, 20, what="both replicas to run requests", every_s=0.05)
         failed_before = [count_failed_attempts(replica) for replica in replicas]
         producer.submit(240)
-        # The limit changes by one or two with each reading.
-        wait_until_sync(lambda: world.in_flight() >= LIMIT - 3, 15, what="the idle capacity to be used")
+        wait_until_sync(lambda: world.in_flight() >= NEARLY_FULL, 15, what="the idle capacity to be used")
 
         break_gateway()
         for replica in replicas:
@@ -87,7 +86,9 @@ class ReplicaPair:
             what="a request to be sent",
         )
         wait_until_sync(
-            lambda: world.in_flight() >= LIMIT, RESUME_TIMEOUT_S + 5, what="all idle capacity to be used"
+            lambda: world.in_flight() >= NEARLY_FULL,
+            RESUME_TIMEOUT_S + 5,
+            what="the idle capacity to be used again",
         )
         full_s = time.monotonic() - restored_at
         failed_counts = [

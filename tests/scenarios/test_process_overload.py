@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from tests.scenarios.processes import Stage, World
+from tests.scenarios.processes import NEARLY_FULL, Stage, World
 from tests.support import has_passed, wait_until_sync
 
 REFUSAL = {"kind": "status", "status": 429, "reason": "rejected-saturated", "body": "saturated"}
@@ -34,7 +34,7 @@ def test_no_replica_sends_after_a_refusal_until_a_newer_reading(stage: Stage) ->
 
     wait_until_sync(both_run_requests, 20, what="both replicas to run requests", every_s=0.05)
     stage.producer.submit(3000)
-    wait_until_sync(lambda: world.in_flight() >= 30, 15, what="the idle capacity to be used")
+    wait_until_sync(lambda: world.in_flight() >= NEARLY_FULL, 15, what="the idle capacity to be used")
     scraped_at: list[float] = []
     count_before = len(record_scrapes(world, scraped_at))
     wait_until_sync(lambda: len(record_scrapes(world, scraped_at)) > count_before, 10, what="a reading")

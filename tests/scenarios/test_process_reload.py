@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from dispatcher.cli import app
 from tests.scenarios.embedding_server import run_embedding_server
-from tests.scenarios.processes import Dispatcher, Stage, assert_stays_true
+from tests.scenarios.processes import NEARLY_FULL, Dispatcher, Stage, assert_stays_true
 from tests.support import wait_until_sync
 
 RELOAD_TIMEOUT_S = 2.0
@@ -28,7 +28,7 @@ def test_changed_reserve_applies_at_once_and_loses_no_request(stage: Stage) -> N
     producer = stage.producer
     dispatcher = stage.dispatcher(stage.settings(world))
     producer.submit(1200)
-    wait_until_sync(lambda: world.in_flight() >= 30, 20, what="the idle capacity to be used")
+    wait_until_sync(lambda: world.in_flight() >= NEARLY_FULL, 20, what="the idle capacity to be used")
 
     changed_at = time.monotonic()
     dispatcher.reconfigure(budget={"reserve": 0.5})
@@ -75,7 +75,7 @@ def test_changed_reserve_applies_at_once_and_loses_no_request(stage: Stage) -> N
     assert metrics["config_refused"] == 0
     assert metrics["config_reloads_total{refused}"] >= 2
     producer.submit(300)  # on a busy machine most requests have been answered by now
-    wait_until_sync(lambda: world.in_flight() >= 30, 5, what="the capacity to be used again")
+    wait_until_sync(lambda: world.in_flight() >= NEARLY_FULL, 5, what="the capacity to be used again")
 
     producer.wait_for_all(timeout_s=30)
     assert producer.count_results() == {"200": len(producer.submitted)}
