@@ -101,7 +101,7 @@ _GO_CLIENT_ENDINGS = (
     ":result-claims-idx",
     ":result-ack-tombstones",
 )
-"""What llm-d's Go producer (`ReceiveResult`) appends to the name of the list that it reads."""
+"""Endings that llm-d's Go producer (`ReceiveResult`) appends to the name of the list that it reads."""
 _DEFAULT_QUEUE = re.compile(r"batch:\{([^{}]*)\}:requests")
 _KEY_PREFIX = re.compile(r"[^{}]*\{([^{}]+)\}[^{}]*")
 

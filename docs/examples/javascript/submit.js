@@ -93,10 +93,6 @@ async function main(queue, withinS) {
     client.on("error", (error) => console.error(`Redis is away: ${error.message}`));
     await client.connect();
   }
-  process.on("unhandledRejection", (error) => { // of the client's own handshake, when it is cut off again
-    if (error?.syscall === undefined) throw error;
-    console.error(`Redis is away: ${error.message}`);
-  });
   const producer = new Producer(redis, waiting, queue);
   let askedToEnd = false;
   for (const signal of ["SIGINT", "SIGTERM"]) process.once(signal, () => (askedToEnd = true)); // a second ends it
