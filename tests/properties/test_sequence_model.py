@@ -692,6 +692,7 @@ def run_model(connections: Connections, examples: int, steps: int, *, derandomiz
     )
 
 
+@pytest.mark.slow
 @pytest.mark.first
 @pytest.mark.timeout(300)
 def test_sequence_scripts_agree_with_the_memory_queue(connections: Connections) -> None:
