@@ -473,6 +473,7 @@ async def test_page_on_a_phone_scrolls_vertically_only(page: Page) -> None:
         await assert_no_errors(page)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "dark"), LOOKS)
 async def test_axe_reports_no_serious_violation(page: Page, tmp_path: Path, width: int, dark: bool) -> None:
     axe = axe_script()

@@ -446,6 +446,7 @@ def test_pressure_score_as_only_signal_gives_a_warning() -> None:
     assert "pressure score" in done.stderr
 
 
+@pytest.mark.slow
 def test_terminal_shows_colour_and_a_progress_bar_for_long_runs(tmp_path: Path) -> None:
     """The simulation of a large pool takes seconds."""
     trace = tmp_path / "pool.csv"

@@ -92,6 +92,7 @@ def test_examples_of_the_readme_answer_a_request(tmp_path: Path) -> None:
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_examples_of_the_quickstart_work(tmp_path: Path) -> None:
     for tool in ("redis-server", "redis-cli", "curl"):
         require_tool(tool)
@@ -110,6 +111,7 @@ def test_examples_of_the_quickstart_work(tmp_path: Path) -> None:
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_examples_of_the_commands_page_work(tmp_path: Path) -> None:
     for tool in ("redis-server", "redis-cli"):
         require_tool(tool)
@@ -121,6 +123,7 @@ def test_examples_of_the_commands_page_work(tmp_path: Path) -> None:
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_examples_of_the_batch_files_page_work(tmp_path: Path) -> None:
     require_tool("redis-server")
     page = read_examples(DOCS / "how-to" / "batch-files.md")

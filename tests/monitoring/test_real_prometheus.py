@@ -86,6 +86,7 @@ STATUS_WITH_ALL_VALUES = replace(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.first
 def test_every_expression_returns_data_of_a_working_dispatcher(stage: Stage, tmp_path: Path) -> None:
     world = stage.world(slots=32, seconds=0.3)

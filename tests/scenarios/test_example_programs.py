@@ -21,7 +21,11 @@ UNUSUAL_BODY = '{"model":"m", "prompt":"<ä\\u00df\u2028&>","seed":1234567890123
 """Body that a program would change if it decoded and encoded it."""
 
 
-@pytest.fixture(params=PROGRAM_BUILDERS)
+@pytest.fixture(
+    params=[
+        name if name == "python" else pytest.param(name, marks=pytest.mark.slow) for name in PROGRAM_BUILDERS
+    ]
+)
 def program(request: pytest.FixtureRequest) -> list[str]:
     return PROGRAM_BUILDERS[request.param]()
 
