@@ -60,9 +60,8 @@ class Admission:
         terms = self._options.sequences.terms
         timeouts = None if self._timeouts.is_empty else self._timeouts
         for number, lease in enumerate(claimed.leases):
-            parsed = self._parsed_requests.take_request(lease, max_bytes) or parse_member(
-                lease.member, max_payload_bytes=max_bytes
-            )
+            known = self._parsed_requests.take_request(lease, max_bytes)
+            parsed = known.request if known else parse_member(lease.member, max_payload_bytes=max_bytes)
             if terms.overrides and isinstance(parsed, Request):
                 parsed = name_override(parsed, terms, self._options.default_path)
             checked = check_request(lease, parsed, unix_now, retry)
@@ -78,7 +77,7 @@ class Admission:
             kept = lease if len(lease.member) <= LARGE_MEMBER_BYTES else lease.copy_with(member=b"")
             entry = self._in_flight.add_lease(kept, claimed.asked_at, checked, is_probe=claimed.is_probe)
             turn = claimed.granted_turns[number] if claimed.granted_turns else None
-            admitted.append(ClaimedRequest(entry, checked, turn=turn))
+            admitted.append(ClaimedRequest(entry, checked, known.generation if known else None, turn=turn))
         return admitted
 
 

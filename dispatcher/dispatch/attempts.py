@@ -173,7 +173,8 @@ class AttemptRunner:
             self._journal.record_attempt(entry, result, outcome, tokens)
             if isinstance(sliced, Continues):
                 if request.session is None and not request.version:  # it is as it was parsed
-                    self._turn_checker.parsed_requests.store_request(entry.lease, request)
+                    generation = self._slicer.slices[entry.lease.token].generation
+                    self._turn_checker.parsed_requests.store_request(entry.lease, request, generation)
                 self._complete(completions.build_progress_release(entry.lease, sliced.progress, sliced.why))
                 return
             if sliced is not None and isinstance(outcome, Delivered):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from dispatcher.core.requests.request import Request
     from dispatcher.core.sequences.decisions import TurnDecision, TurnGranted
+    from dispatcher.core.slices.eligibility import Generation
     from dispatcher.dispatch.in_flight import InFlightLease
     from dispatcher.ports import Lease, Permit, PinRequest
 
@@ -35,6 +36,8 @@ class ClaimedRequest:
     entry: InFlightLease
     request: Request
     """Request as it is sent. The stages for models and sequences replace it."""
+    generation: Generation | None = None
+    """Its body as it was checked for an earlier slice. `None` if that is not known."""
 
     # resolve model
     version: str | PinRequest = ""

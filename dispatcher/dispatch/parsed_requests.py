@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dispatcher.core.requests.request import Request
+    from dispatcher.core.slices.eligibility import Generation
     from dispatcher.ports import Lease
 
 MAX_PARSED_BYTES = 16 << 20
 """Maximum size of the members in `ParsedRequestCache`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """Request, and its body as it was checked for slices."""
+
+    member: bytes
+    request: Request
+    generation: Generation | None = None
+    """`None` if the request is not sliced."""
 
 
 class ParsedRequestCache:
@@ -20,25 +32,25 @@ class ParsedRequestCache:
         self._max_bytes = max_bytes
         self.size_bytes = 0
         """Size of the members."""
-        self._by_entry: dict[int, tuple[bytes, Request]] = {}
+        self._by_entry: dict[int, ParsedRequest] = {}
 
-    def store_request(self, lease: Lease, request: Request) -> None:
+    def store_request(self, lease: Lease, request: Request, generation: Generation | None = None) -> None:
         if not lease.member:  # the member was dropped, see LARGE_MEMBER_BYTES
             return
         # Drop an older entry, so that the size is counted once and the order is by age.
         self.take_request(lease, 0)
-        self._by_entry[lease.entry_id] = lease.member, request
+        self._by_entry[lease.entry_id] = ParsedRequest(lease.member, request, generation)
         self.size_bytes += len(lease.member)
         while self.size_bytes > self._max_bytes:
-            member, _ = self._by_entry.pop(next(iter(self._by_entry)))
-            self.size_bytes -= len(member)
+            dropped = self._by_entry.pop(next(iter(self._by_entry)))
+            self.size_bytes -= len(dropped.member)
 
-    def take_request(self, lease: Lease, max_payload_bytes: int) -> Request | None:
+    def take_request(self, lease: Lease, max_payload_bytes: int) -> ParsedRequest | None:
         """Remove and return the parsed request of this lease. `None` if it is not known, has another member,
         or is too long by now."""
-        kept = self._by_entry.pop(lease.entry_id, None)
-        if kept is None:
+        parsed = self._by_entry.pop(lease.entry_id, None)
+        if parsed is None:
             return None
-        member, request = kept
-        self.size_bytes -= len(member)
-        return request if member == lease.member and len(request.payload) <= max_payload_bytes else None
+        self.size_bytes -= len(parsed.member)
+        is_same = parsed.member == lease.member
+        return parsed if is_same and len(parsed.request.payload) <= max_payload_bytes else None

@@ -8,7 +8,7 @@ import pytest
 
 from dispatcher.core.gateway.outcome import Delivered
 from dispatcher.core.requests.request import Request, encode_member, parse_member
-from dispatcher.dispatch.parsed_requests import ParsedRequestCache
+from dispatcher.dispatch.parsed_requests import ParsedRequest, ParsedRequestCache
 from tests.dispatch.call_recorder import CallRecorder
 from tests.dispatch.scene import Scene, lease, run_in_scene
 from tests.dispatch.sequence_scene import SequenceGateway, build_turns, read_results, submit_turns
@@ -45,11 +45,11 @@ def test_request_parsed_for_the_turn_check_is_not_parsed_again() -> None:
         requests: list[Request] = []
         for entry_id, member in enumerate(members, 2):
             leased = lease(entry_id, member=member)
-            request = cache.take_request(leased, 10**6)
-            assert request is not None
-            assert request == parse_member(member)
-            requests.append(request)
-            cache.store_request(leased, request)
+            parsed = cache.take_request(leased, 10**6)
+            assert parsed is not None
+            assert parsed.request == parse_member(member)
+            requests.append(parsed.request)
+            cache.store_request(leased, parsed.request)
         await asyncio.sleep(2)
         for sent, request in zip(gateway.requests[1:], requests, strict=True):
             assert sent.payload is request.payload
@@ -136,7 +136,7 @@ def test_cached_request_is_returned_once_and_only_for_the_same_member() -> None:
     cache.store_request(lease(1, member=member), request)
     assert cache.size_bytes == len(member)
     assert cache.take_request(lease(2, member=member), 7) is None
-    assert cache.take_request(lease(1, member=member), 7) is request
+    assert cache.take_request(lease(1, member=member), 7) == ParsedRequest(member, request)
     assert cache.take_request(lease(1, member=member), 7) is None
     cache.store_request(lease(1, member=member), request)
     assert cache.take_request(lease(1, member=member), 6) is None, "the maximum size is lower by now"
@@ -155,7 +155,7 @@ def test_cache_without_room_drops_the_oldest_request() -> None:
         cache.store_request(lease(entry_id, member=member), request)
         assert cache.size_bytes <= 3 * len(member)
     assert [
-        cache.take_request(lease(entry_id, member=member), 2) is request for entry_id in (1, 2, 3, 4)
+        cache.take_request(lease(entry_id, member=member), 2) is not None for entry_id in (1, 2, 3, 4)
     ] == [
         True,
         False,

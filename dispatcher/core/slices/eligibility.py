@@ -79,6 +79,7 @@ class SliceTerms:
 class Generation(Value, frozen=True):
     """A request that may be sliced, as far as its body says."""
 
+    path: str
     fields: Mapping[str, msgspec.Raw]
     """Fields of the body, as they are written."""
     is_chat: bool
@@ -206,7 +207,9 @@ def check_generation(
         return WholeReason.SHORT
     is_chat = path.endswith(CHAT_SUFFIX)
     try:
-        return _check_fields(_decode_fields(payload), is_chat=is_chat, terms=None if has_begun else terms)
+        return _check_fields(
+            path, _decode_fields(payload), is_chat=is_chat, terms=None if has_begun else terms
+        )
     except _Whole as whole:
         return whole.reason
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -222,7 +225,9 @@ def _is_obviously_short(payload: bytes, min_tokens: int) -> bool:
     return all(len(number) < _MAX_DIGITS and 0 < int(number) < min_tokens for number in numbers)
 
 
-def _check_fields(fields: dict[str, msgspec.Raw], *, is_chat: bool, terms: SliceTerms | None) -> Generation:
+def _check_fields(
+    path: str, fields: dict[str, msgspec.Raw], *, is_chat: bool, terms: SliceTerms | None
+) -> Generation:
     """Return the generation. `terms` is `None` if it has begun, so that the table has allowed its fields."""
     max_tokens_field = "max_tokens"
     if is_chat and fields.get("max_completion_tokens", _NULL) != _NULL:
@@ -242,6 +247,7 @@ def _check_fields(fields: dict[str, msgspec.Raw], *, is_chat: bool, terms: Slice
         if is_chat:
             _check_messages(fields.get("messages", _NULL))
     return Generation(
+        path=path,
         fields=fields,
         is_chat=is_chat,
         model=_read_model(values.get("model")),

@@ -122,6 +122,8 @@ class Slicer:
         if progress is None:
             reason = self._find_reason_before_parsing(request)
             generation = reason or check_generation(path, request.payload, self._options.terms)
+        elif claimed.generation is not None and claimed.generation.path == path:
+            generation = claimed.generation
         else:
             generation = check_generation(path, request.payload, self._options.terms, has_begun=True)
         if isinstance(generation, WholeReason):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dispatcher.core.requests.request import Rejection, Request, parse_member
+from dispatcher.core.slices.eligibility import Generation, SliceTerms, WholeReason, check_generation
 from dispatcher.dispatch import admission
+from dispatcher.dispatch.slices import slicer
 from dispatcher.lab.standin.generation_api import GenerationConfig
 from tests.dispatch.call_recorder import CallRecorder
 from tests.dispatch.scene import Scene, run_in_scene
@@ -35,21 +37,30 @@ def test_next_slices_need_no_claim() -> None:
     run_in_scene(check, gateway, build_options(skips_check=True))
 
 
-def test_request_is_parsed_once_for_all_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_is_parsed_and_checked_once_for_all_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed_ids = list[str | None]()
+    checked_paths = list[str]()
 
     def parse_and_record(member: bytes, **options: int) -> Request | Rejection:
         parsed = parse_member(member, **options)
         parsed_ids.append(parsed.id)
         return parsed
 
+    def check_and_record(
+        path: str, payload: bytes, terms: SliceTerms, *, has_begun: bool = False
+    ) -> Generation | WholeReason:
+        checked_paths.append(path)
+        return check_generation(path, payload, terms, has_begun=has_begun)
+
     monkeypatch.setattr(admission, "parse_member", parse_and_record)
+    monkeypatch.setattr(slicer, "check_generation", check_and_record)
     gateway = GenerationGateway(GenerationConfig(end_probability=0.0))
 
     async def check(scene: Scene) -> None:
         await submit(scene, COMPLETION, build_payload(COMPLETION))
         assert (await wait_for_results(scene, 1))["r-1"].slices == 5
         assert parsed_ids == ["r-1"]
+        assert checked_paths == [COMPLETION]
         assert scene.dispatcher.turn_checker.parsed_requests.size_bytes == 0
 
     run_in_scene(check, gateway, build_options(skips_check=True))
