@@ -136,16 +136,16 @@ class SliceBenchmark:
             pytest.param(
                 path,
                 is_streamed,
-                640,
-                4,
+                2560,
+                8,
                 max_ratio,
                 id=id_,
                 marks=[pytest.mark.long, pytest.mark.timeout(900)],
             )
             for path, is_streamed, max_ratio, id_ in (
-                (COMPLETION, False, 1.3, "completions-long"),
-                (CHAT, False, 1.3, "chats-long"),
-                (COMPLETION, True, 2.2, "streams-long"),
+                (COMPLETION, False, 1.1, "completions-long"),
+                (CHAT, False, 1.1, "chats-long"),
+                (COMPLETION, True, 1.9, "streams-long"),
             )
         ),
     ],
