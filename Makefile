@@ -19,7 +19,7 @@ export NO_MKDOCS_2_WARNING := 1
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(VENV)/.installed ## Make the virtual environment with the pinned dependencies
+setup: $(VENV)/.installed ## Create the virtual environment with the pinned dependencies
 
 # The stamp is newer than what it was made of, so a second run costs nothing.
 $(VENV)/.installed: constraints.txt pyproject.toml | $(BIN)/python
@@ -36,14 +36,14 @@ $(BIN)/python:
 		$(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(VENV)/bin/python install --quiet pip; \
 	else echo "$(PYTHON) has neither ensurepip nor pip: install python3-venv, or set PYTHON" >&2; exit 1; fi
 
-demo: setup ## Show the dispatcher at work on this machine: a pool, a queue, a crash, a verdict
+demo: setup ## Show the dispatcher at work on this machine: a pool, a queue, a killed dispatcher, and the check of all results
 	$(BIN)/batch-dispatcher demo
 
 simulate: setup ## Compare the limit algorithm with alternative policies: a table, and a picture in build/
 	@mkdir -p build
 	$(BIN)/batch-dispatcher simulate --policy all --plot build/simulate.png
 
-# What a busy machine spoils runs alone, and first: one process compiles the tests, and the others find them compiled.
+# Tests that need a quiet machine run alone, and first, so that one process compiles the test modules for all others.
 # Both parts run, so that one failure does not hide another.
 define in_two_parts
 	@status=0; \
@@ -61,9 +61,9 @@ test-slow: setup ## Run what takes much CPU: simulations, benchmarks, the real e
 unit: setup ## Run the fast tests of the core and of the dispatch loop, in under a minute
 	$(PYTEST) -n $(JOBS) -q -m "not serial and not slow and not long and not first" $(UNIT)
 
-# Only the tests of the core count, slow ones as well. What other tests happen to run is not checked by them, and the
-# model test of the queue proves the scripts.
-coverage: setup ## Hold the core to 99 % of its lines and branches
+# Only the tests of the core count, slow ones as well: other tests run code of the core without checking it, and the
+# model test of the queue checks the scripts.
+coverage: setup ## Check that the tests of the core cover 99 % of its lines and branches
 	$(PYTEST) -n $(JOBS) -m "not serial and not long" tests/core tests/properties --ignore=tests/properties/test_queue_model.py \
 		--cov=dispatcher/core --cov-branch --cov-report=
 	$(BIN)/coverage report --include='dispatcher/core/*' --skip-covered --fail-under=99
@@ -122,23 +122,23 @@ define long
 	$(PYTEST) $(1) -s -m "$(2)" --timeout=$(3)
 endef
 
-bench: setup ## Measure: throughput, latency, cost, and every figure of the law
+bench: setup ## Run the benchmarks: throughput, latency, costs, and the figures of the simulations
 	$(call long,tests/benchmarks,long or not long,1800)
 	$(call long,tests/lab/simulation,long,1800)
 
-# By day, these tests use one engine: Redis where it is installed, otherwise Valkey.
+# In make test, these tests use one engine: Redis where it is installed, otherwise Valkey.
 conformance: setup ## Run the tests of the queue on Redis and on Valkey
 	$(PYTEST) -n $(JOBS) --dist worksteal -m "long or not long" --timeout=600 tests/conformance tests/queue tests/client
 
-chaos: setup ## Kill owners, Redis and the network for a long time, and count what is lost
+chaos: setup ## Kill dispatchers, Redis and connections for a long time, and check that no request is lost
 	$(call long,tests/chaos,long,7200)
 	$(call long,tests/scenarios,long,7200)
 
-fuzz: setup ## Mutate what producers, gateways, pickers and others send, FUZZ_S seconds (600) each, and play 100,000 histories
+fuzz: setup ## Send random input to every interface, FUZZ_S seconds (600) each, and run the long property tests
 	$(call long,tests/fuzz,long,7200)
 	$(call long,tests/properties,long,1800)
 
-soak: setup ## Run for hours (SOAK_S seconds) and watch for what grows
+soak: setup ## Run for hours (SOAK_S seconds), and check that memory and other resources do not grow
 	$(call long,tests/soak,long,86400)
 	$(call long,tests/signals,long,1800)
 	$(call long,tests/admin,long,1800)
@@ -153,13 +153,13 @@ cluster-programs:
 cluster-test: cluster-programs setup tools ## Install the chart on a real Kubernetes control plane (etcd; builds it)
 	@$(MAKE) --no-print-directory -f tests/cluster/cluster.mk PYTHON_BIN=$(CURDIR)/$(BIN)
 
-# Of what is pinned, not of what is installed: those that users get. Needs an advisory source to be reached.
-audit: setup ## Ask what is known against the pins, and list the licences of what is installed
+# The pinned packages are those that users get. pip-audit needs access to a source of advisories.
+audit: setup ## Check the pinned packages for known vulnerabilities, and list the licences of the installed ones
 	@test -x build/audit/bin/pip-audit || \
 		{ $(PYTHON) -m venv build/audit && build/audit/bin/pip install --quiet 'pip-audit>=2.9'; }
 	$(BIN)/python deploy/audit.py build/audit/bin/pip-audit
 
-constraints: ## Pin every dependency anew, with hashes, keeping what still fits
+constraints: ## Update constraints.txt, which pins all dependencies with hashes
 	$(PYTHON) -m venv build/lock
 	build/lock/bin/pip install --quiet uv
 	build/lock/bin/uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --generate-hashes --no-strip-extras \
