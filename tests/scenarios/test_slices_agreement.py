@@ -7,20 +7,22 @@ the wait of realtime requests, agree within 10 %.
 
 All worlds have the same realtime traffic. Each has other batch requests, and is read at other moments, so
 that its wait differs by about a tenth from that of the next. Therefore means over several worlds are compared
-with means over simulations of the same batch requests. Worlds whose event loop was late, because the machine
-was busy, are left out.
+with means over simulations of the same batch requests. The mean of 12 live worlds has a standard error of its
+own, up to 5 % of what is compared, and the tolerance is wider by two of them. Worlds whose event loop was
+late, because the machine was busy, are left out.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import msgspec
@@ -112,8 +114,22 @@ class Figures:
 
 
 def average(each: Iterable[Figures]) -> Figures:
-    columns = zip(*((figures.tokens_per_s, figures.wait_s, figures.p99_s) for figures in each), strict=True)
-    return Figures(*map(fmean, columns))
+    return Figures(*map(fmean, zip(*map(astuple, each), strict=True)))
+
+
+def compute_standard_error(each: Sequence[Figures]) -> Figures:
+    """Return the standard errors of the means."""
+    columns = zip(*map(astuple, each), strict=True)
+    return Figures(*(stdev(column) / math.sqrt(len(each)) for column in columns))
+
+
+def assert_agreement(real: Figures, virtual: Figures, error: Figures) -> None:
+    """Check that the figures of real processes agree with those of simulations. `error` is the standard error
+    of the real ones."""
+    for field in fields(Figures):
+        tolerance = TOLERANCE * getattr(virtual, field.name) + 2 * getattr(error, field.name)
+        difference = abs(getattr(real, field.name) - getattr(virtual, field.name))
+        assert difference <= tolerance, f"{field.name}: {real} live, ± {error}; {virtual} simulated"
 
 
 # ── simulated ────────────────────────────────────────────────────────────────────────────────────────────
@@ -356,6 +372,7 @@ def play_until_enough(stage: Stage) -> dict[str | None, list[LiveRun]]:
 def test_simulated_slices_agree_with_real_processes(stage: Stage) -> None:
     runs = play_until_enough(stage)
     live = {way: average(run.figures for run in each) for way, each in runs.items()}
+    errors = {way: compute_standard_error([run.figures for run in each]) for way, each in runs.items()}
     simulated = {way: simulate_worlds(way, each) for way, each in runs.items()}
     added = {
         way: (live[way].subtract_waits(live[None]), simulated[way].subtract_waits(simulated[None]))
@@ -364,7 +381,7 @@ def test_simulated_slices_agree_with_real_processes(stage: Stage) -> None:
     print(f"without batch requests: {live[None]} live; {simulated[None]} simulated")
     for way, (real, virtual) in added.items():
         print(f"added by {way}: {real} live; {virtual} simulated")
-    for real, virtual in added.values():
-        assert astuple(real) == pytest.approx(astuple(virtual), rel=TOLERANCE)
+    for way, (real, virtual) in added.items():
+        assert_agreement(real, virtual, errors[way])
     gains = [whole.divide(slices) for whole, slices in zip(added["whole"], added["slices"], strict=True)]
     assert astuple(gains[0]) == pytest.approx(astuple(gains[1]), rel=TOLERANCE)
