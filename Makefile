@@ -116,9 +116,9 @@ image: ## Build the image and push it: REGISTRY=registry.example/team [TAG=…] 
 	@test -n "$(REGISTRY)" || { echo "name the registry from which your nodes pull: make image REGISTRY=registry.example/team" >&2; exit 1; }
 	@$(PYTHON) deploy/publish.py "$(REGISTRY)" --tag "$(TAG)" --platforms "$(PLATFORMS)" --base "$(BASE)" --pip-conf "$(PIP_CONF)"
 
-# The long forms. A directory without tests fails with a word: nothing that did not run is called green.
+# The long forms. A directory without tests is an error, so that nothing passes that did not run.
 define long
-	@ls $(1)/test_*.py >/dev/null 2>&1 || { echo "$(1) holds no tests yet" >&2; exit 1; }
+	@ls $(1)/test_*.py >/dev/null 2>&1 || { echo "$(1) has no tests" >&2; exit 1; }
 	$(PYTEST) $(1) -s -m "$(2)" --timeout=$(3)
 endef
 
