@@ -40,8 +40,8 @@ def start_dispatcher(stage: Stage, url: str, rules: Sequence[Mapping[str, Any]])
         max_sys=4 * LIMIT,
         budget={"max_in_flight": LIMIT},
         queue={"lease_s": 30},
-        # The server is not part of the world whose metrics are read. A second reading would lack its requests,
-        # and close the gate.
+        # The server is not part of the world whose metrics are read. A second reading would lack the requests
+        # at it, and close the gate.
         signals={"interval_s": 300, "max_age_s": 1800},
         gateway={"url": url, "allowed_paths": ["/*"]},
         batching={"mode": "off", "rules": list(rules)},
