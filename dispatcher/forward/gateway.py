@@ -203,7 +203,7 @@ class HttpGateway:
         if request.session is not None:
             progress.token_header = request.session.token_header
         prepared = PreparedRequest(url, headers, request.payload, progress)
-        current_attempt.set(progress)
+        context_token = current_attempt.set(progress)
         transport.running_count += 1
         is_kept = False
         try:
@@ -227,6 +227,9 @@ class HttpGateway:
             transport.running_count -= 1
             progress.forbid_sending()
             self._attempts.pop(token, None)
+            # The attempt refers to its task, whose context refers to the attempt: without this cycle, its
+            # memory is free at once, and not after the next garbage collection.
+            current_attempt.reset(context_token)
         try:
             await self._transports.close_unused()
         except asyncio.CancelledError:
