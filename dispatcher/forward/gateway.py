@@ -227,8 +227,8 @@ class HttpGateway:
             transport.running_count -= 1
             progress.forbid_sending()
             self._attempts.pop(token, None)
-            # The attempt refers to its task, whose context refers to the attempt: without this cycle, its
-            # memory is free at once, and not after the next garbage collection.
+            # The time limit refers to the task, and the context of the task refers to the time limit: without
+            # this cycle, the memory is free at once, and not after the next garbage collection.
             current_attempt.reset(context_token)
         try:
             await self._transports.close_unused()
