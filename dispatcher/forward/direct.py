@@ -20,7 +20,6 @@ from dispatcher.forward.transport import (
     PreparedRequest,
     Transport,
     TransportRotation,
-    current_attempt,
 )
 
 _HEADERS = {
@@ -80,7 +79,6 @@ class DirectServers:
         transport = self._choose_transport(server.tls)
         progress = AttemptProgress()
         headers = _HEADERS | {name.lower(): value for name, value in server.headers.items()}
-        current_attempt.set(progress)
         transport.running_count += 1
         try:
             async with asyncio.timeout_at(deadline):

@@ -34,7 +34,6 @@ from dispatcher.forward.transport import (
     PreparedRequest,
     Transport,
     TransportRotation,
-    current_attempt,
 )
 from dispatcher.ports import AttemptResult
 from dispatcher.settings import GatewaySettings, TlsSettings
@@ -203,7 +202,6 @@ class HttpGateway:
         if request.session is not None:
             progress.token_header = request.session.token_header
         prepared = PreparedRequest(url, headers, request.payload, progress)
-        context_token = current_attempt.set(progress)
         transport.running_count += 1
         is_kept = False
         try:
@@ -227,9 +225,6 @@ class HttpGateway:
             transport.running_count -= 1
             progress.forbid_sending()
             self._attempts.pop(token, None)
-            # The time limit refers to the task, and the context of the task refers to the time limit: without
-            # this cycle, the memory is free at once, and not after the next garbage collection.
-            current_attempt.reset(context_token)
         try:
             await self._transports.close_unused()
         except asyncio.CancelledError:

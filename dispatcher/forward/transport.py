@@ -116,7 +116,7 @@ class AttemptProgress:
             raise _UnsentError
 
 
-current_attempt: ContextVar[AttemptProgress] = ContextVar("attempt")
+_current_attempt: ContextVar[AttemptProgress] = ContextVar("attempt")
 
 
 class _ResponseProtocol(ResponseHandler):
@@ -166,7 +166,7 @@ class _Connector(aiohttp.TCPConnector):
         self._used_protocols: WeakSet[Any] = WeakSet()
 
     async def connect(self, req: Any, traces: Any, timeout: Any) -> Any:
-        progress = current_attempt.get()
+        progress = _current_attempt.get()
         # The retry must not get another idle connection that the server has closed meanwhile: a restarted
         # server has closed all of them.
         if progress.needs_new_connection:
@@ -239,6 +239,7 @@ class PreparedRequest(httpx.Request):
 
     # The constructor of httpx.Request is not called on purpose.
     def __init__(self, url: str, headers: dict[str, str], payload: bytes, progress: AttemptProgress) -> None:
+        self.progress = progress
         self.url = url  # type: ignore[assignment] # the transport needs the text only
         self.headers = CIMultiDict(headers)  # type: ignore[assignment]
         self.data: _WholePayload | _StreamedPayload
@@ -287,15 +288,21 @@ class _PreparedTransport(AiohttpTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> _Response:
         assert isinstance(request, PreparedRequest)  # noqa: S101 - the transport is private to this module
-        answer = await self._session.request(
-            "POST",
-            str(request.url),
-            headers=request.headers,
-            data=request.data,
-            allow_redirects=False,
-            auto_decompress=False,
-            timeout=_TIMEOUT,
-        )
+        context_token = _current_attempt.set(request.progress)
+        try:
+            answer = await self._session.request(
+                "POST",
+                str(request.url),
+                headers=request.headers,
+                data=request.data,
+                allow_redirects=False,
+                auto_decompress=False,
+                timeout=_TIMEOUT,
+            )
+        finally:
+            # The time limit of the attempt refers to its task. If the context of the task referred to the
+            # attempt, the memory of both would be in use until the next garbage collection.
+            _current_attempt.reset(context_token)
         return _Response(answer)
 
 

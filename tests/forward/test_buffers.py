@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -188,3 +190,19 @@ async def test_bound_can_be_raised_and_answers_can_be_shared() -> None:
     assert buffers.used_bytes == 5
     waiting.split_into(0)
     assert buffers.used_bytes == 0
+
+
+async def test_attempt_is_freed_without_the_garbage_collector(gateway_to: MakeGateway) -> None:
+    async with serving(always(body=b"{}")) as server:
+        gateway = gateway_to(server.url)
+        await asyncio.create_task(forward(gateway))  # a connection refers to the attempt that opened it
+        gc.disable()
+        try:
+            task = asyncio.create_task(forward(gateway))
+            await task
+            find_task = weakref.ref(task)
+            del task
+            await asyncio.sleep(0)  # the event loop refers to the task until this step ends
+            assert find_task() is None
+        finally:
+            gc.enable()
