@@ -302,16 +302,17 @@ class QueueNames:
 def _may_be_queue_key(name: str) -> bool:
     """Return whether a name may be a key of some queue. All of them have a hash tag, except for a queue that
     its operator named."""
-    _, brace, rest = name.partition("}")
-    return _DEFAULT_QUEUE.fullmatch(name) is not None or (
-        bool(brace) and (rest.endswith(_LASTING_ENDINGS) or any(part in rest for part in _EXPIRING_PARTS))
+    _, _, after_tag = name.partition("}")
+    return (
+        _DEFAULT_QUEUE.fullmatch(name) is not None
+        or after_tag.endswith(_LASTING_ENDINGS)
+        or any(part in after_tag for part in _EXPIRING_PARTS)
     )
 
 
 def _may_be_client_key(name: str) -> bool:
-    is_client_list = name.startswith(_CLIENT_LIST_PREFIX)
     return name.endswith(_GO_CLIENT_ENDINGS) or (
-        is_client_list and name.removeprefix(_CLIENT_LIST_PREFIX).endswith(_CLIENT_ENDINGS)
+        name.startswith(_CLIENT_LIST_PREFIX) and name.endswith(_CLIENT_ENDINGS, len(_CLIENT_LIST_PREFIX))
     )
 
 

@@ -205,11 +205,8 @@ def check_generation(
         return WholeReason.PATH
     if not has_begun and _is_obviously_short(payload, terms.min_tokens):
         return WholeReason.SHORT
-    is_chat = path.endswith(CHAT_SUFFIX)
     try:
-        return _check_fields(
-            path, _decode_fields(payload), is_chat=is_chat, terms=None if has_begun else terms
-        )
+        return _check_fields(path, _decode_fields(payload), None if has_begun else terms)
     except _Whole as whole:
         return whole.reason
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -225,10 +222,9 @@ def _is_obviously_short(payload: bytes, min_tokens: int) -> bool:
     return all(len(number) < _MAX_DIGITS and 0 < int(number) < min_tokens for number in numbers)
 
 
-def _check_fields(
-    path: str, fields: dict[str, msgspec.Raw], *, is_chat: bool, terms: SliceTerms | None
-) -> Generation:
+def _check_fields(path: str, fields: dict[str, msgspec.Raw], terms: SliceTerms | None) -> Generation:
     """Return the generation. `terms` is `None` if it has begun, so that the table has allowed its fields."""
+    is_chat = path.endswith(CHAT_SUFFIX)
     max_tokens_field = "max_tokens"
     if is_chat and fields.get("max_completion_tokens", _NULL) != _NULL:
         max_tokens_field = "max_completion_tokens"
