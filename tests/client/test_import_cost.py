@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from tests.function_calls import count_calls, run_python
 
 BLOCK_OTHER_PACKAGES = """
 import importlib.abc, sys
@@ -18,37 +16,14 @@ class Blocked(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Blocked())
 """
 """Code that makes all third-party packages but redis and msgspec unavailable."""
-COUNT_CALLS = """
-import sys
-
-count = 0
-
-def count_call(frame, event, argument):
-    global count
-    count += event in ("call", "c_call")
-
-sys.setprofile(count_call)
-{code}
-sys.setprofile(None)
-print(count)
-"""
-"""Counts the function calls of some code. CPU time is no reliable measure here: on a machine with other load,
-the same import took 20 % more of it than the import of the client of Redis, or 37 %."""
 MAX_RATIO = 1.32
 """Largest ratio to the function calls of the import of the client of Redis. Measured: 167,540 with our
 client, 129,420 without."""
 
 
-def run_python(code: str) -> str:
-    # The second start is measured, with compiled modules, even if this environment turns them off.
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    command = [sys.executable, "-c", BLOCK_OTHER_PACKAGES + code]
-    return subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
-
-
 def test_client_needs_only_redis_and_msgspec() -> None:
     loaded = run_python(
-        "from dispatcher.client import BatchClient\n"
+        BLOCK_OTHER_PACKAGES + "from dispatcher.client import BatchClient\n"
         "print(BatchClient.sync)\n"
         "print(*[name for name in sys.modules if name.startswith('dispatcher.')])"
     )
@@ -58,16 +33,13 @@ def test_client_needs_only_redis_and_msgspec() -> None:
 
 
 def test_worker_process_modules_are_not_loaded_by_the_import() -> None:
-    loaded = run_python("from dispatcher.client import batched\nimport sys\nprint(*sys.modules)").split()
+    loaded = run_python(
+        BLOCK_OTHER_PACKAGES + "from dispatcher.client import batched\nimport sys\nprint(*sys.modules)"
+    ).split()
     assert "dispatcher.batched.decorator" in loaded
     assert {"pickle", "multiprocessing", "dispatcher.batched.worker_process"} & set(loaded) == set()
 
 
-def count_calls(code: str) -> int:
-    run_python(code)  # compiles the modules
-    return int(run_python(COUNT_CALLS.format(code=code)))
-
-
 def test_import_costs_little_more_than_the_redis_client() -> None:
-    redis_client = count_calls("import redis.asyncio, msgspec")
-    assert count_calls("import dispatcher.client") < MAX_RATIO * redis_client
+    redis_client = count_calls("import redis.asyncio, msgspec", BLOCK_OTHER_PACKAGES)
+    assert count_calls("import dispatcher.client", BLOCK_OTHER_PACKAGES) < MAX_RATIO * redis_client
