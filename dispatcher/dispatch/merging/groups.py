@@ -73,7 +73,7 @@ class BatchGroups:
         """Return the calls that are ready, and the leases that must not be sent: stopped, lost, or not
         certainly still held.
 
-        `is_complete` says that no other request can arrive soon.
+        `is_complete` says that no other request can arrive soon, but for the next turns of sequences.
         """
         ready: list[ReadyCall] = []
         stopped: list[InFlightLease] = []
@@ -109,9 +109,13 @@ def _take_ready_calls(group: _BatchGroup, now: float, *, is_complete: bool) -> I
     while group.members:
         max_items = size.choose_max_items(now)
         rule = _bound_rule(group.target, max_items)
-        alone = is_complete or group.members[0].is_sent_alone
+        # The next turns of sequences in flight are not in the queue yet, but can join.
+        is_idle = is_complete and not group.target.in_flight_turns
         decided = group_requests(
-            (member.waiting for member in group.members if member.waiting), rule, now, is_idle=alone
+            (member.waiting for member in group.members if member.waiting),
+            rule,
+            now,
+            is_idle=is_idle or group.members[0].is_sent_alone,
         )
         if not isinstance(decided, GroupReady):
             group.next_check_at = decided.until

@@ -44,6 +44,8 @@ class MergeTarget:
     size: CallSize
     in_flight_units: int = 0
     """Units of its calls in flight."""
+    in_flight_turns: int = 0
+    """Turns in its calls in flight that are not the last ones of their sequences."""
 
     @property
     def delay_s(self) -> float:
@@ -202,16 +204,29 @@ class MergedCall:
     """Split list of which this call sends one piece."""
     units: int = 0
     """Units that it counts in the limit, from its beginning to its end."""
+    turns: int = 0
+    """Turns that are not the last ones of their sequences."""
     in_flight_units: int = 0
     """Units in flight to the same target when it began, its own included."""
     next_attempts: list[Attempt] = field(default_factory=list)
     """Attempts that start when this one has ended."""
 
-    def count_units(self, target: MergeTarget) -> None:
-        """Count the units of the call from now on."""
+    def count_in_target(self) -> None:
+        """Count the units and turns of the call in its target from now on."""
+        target = self.members[0].target
         units = sum(member.entry.lease.units for member in self.members)
         self.units = 1 if target.rule.unit_per_call else units
         self.in_flight_units = target.in_flight_units = target.in_flight_units + self.units
+        if target.rule.merge_sequences:
+            sequences = [member.request.sequence for member in self.members]
+            self.turns = sum(turn is not None and not turn.last for turn in sequences)
+            target.in_flight_turns += self.turns
+
+    def remove_from_target(self) -> None:
+        """Count the units and turns of the call no longer, because it has ended."""
+        target = self.members[0].target
+        target.in_flight_units -= self.units
+        target.in_flight_turns -= self.turns
 
     def record_call_time(self, ended_at: float) -> None:
         """Record how long the call took, to learn which size pays off. A follow-up is not measured."""

@@ -197,7 +197,7 @@ class RequestMerger:
             self._attempt_number += 1
             token = f"{token}.{self._attempt_number}"
         self._calls[token] = call
-        call.count_units(call.members[0].target)
+        call.count_in_target()
         return Attempt(
             token,
             request,
@@ -270,7 +270,7 @@ class RequestMerger:
 
     def _remove_call(self, token: str) -> MergedCall:
         call = self._calls.pop(token)
-        call.members[0].target.in_flight_units -= call.units
+        call.remove_from_target()
         return call
 
     def _serialize_attempts(self, call: MergedCall, follow_up: FollowUp) -> FollowUp:

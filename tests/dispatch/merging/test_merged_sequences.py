@@ -184,6 +184,36 @@ def test_turns_of_different_sequences_share_calls(sequences: int, servers: int) 
     run_in_scene(check, model)
 
 
+def test_sequences_that_begin_one_after_the_other_share_calls_soon() -> None:
+    """A turn waits for the next turns of sequences in flight, although the queue is empty."""
+    model, values = StatefulModel(), make_values(8, 10)
+
+    async def check(scene: Scene) -> None:
+        for name, sequence in values.items():
+            await scene.submit({name: sequence})
+            await asyncio.sleep(CALL_S / 4)
+        await scene.take_results(80)
+        check_totals(scene, values)
+        assert len(model.calls) <= 20
+
+    run_in_scene(check, model)
+
+
+def test_last_turn_of_a_sequence_in_flight_delays_no_other_turn() -> None:
+    model = StatefulModel()
+    rule = replace(RULE, grouping=GroupingRule(64, max_delay_s=1.0))
+
+    async def check(scene: Scene) -> None:
+        began_at = asyncio.get_running_loop().time()
+        await scene.submit({"a": [1]})
+        await model.was_called.wait()
+        await scene.submit({"b": [1]})
+        await scene.take_results(2)
+        assert asyncio.get_running_loop().time() - began_at < 0.1
+
+    run_in_scene(check, model, rule=rule)
+
+
 def test_single_request_has_single_values_and_the_header_with_its_id() -> None:
     model = StatefulModel()
 
