@@ -102,7 +102,7 @@ class SequenceBenchmark:
 @pytest.mark.parametrize(
     ("sequences", "turns", "queue_order", "pairs", "max_ratio"),
     [
-        pytest.param(100, 6, "turns", 5, 2.0, id="short"),
+        pytest.param(100, 6, "turns", 5, 2.0, id="short", marks=pytest.mark.serial),
         pytest.param(1000, 10, "turns", 5, 1.5, id="turns", marks=long),
         pytest.param(1000, 10, "sequences", 5, 1.8, id="sequences", marks=long),
     ],

@@ -131,7 +131,7 @@ class SliceBenchmark:
 @pytest.mark.parametrize(
     ("path", "is_streamed", "calls", "pairs", "max_ratio"),
     [
-        pytest.param(COMPLETION, False, 640, 4, 1.5, id="completions"),
+        pytest.param(COMPLETION, False, 640, 4, 1.5, id="completions", marks=pytest.mark.serial),
         *(
             pytest.param(
                 path,
