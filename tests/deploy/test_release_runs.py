@@ -151,7 +151,7 @@ def test_valkey_service_has_the_address_in_the_settings() -> None:
     assert yaml.safe_load((CHART / "values.yaml").read_text())["valkey"]["enabled"] is None
 
 
-@pytest.mark.parametrize("observe", [False, True])
+@pytest.mark.parametrize("observe", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_helm_test_reports_why_nothing_was_sent(tmp_path: Path, observe: bool) -> None:
     """The endpoint picker cannot be reached, so the dispatcher is never ready and sends nothing."""
     try:

@@ -101,7 +101,7 @@ def run_prometheus(folder: Path, port: int, jobs: str) -> Iterator[None]:
         yield
 
 
-@pytest.mark.first
+@pytest.mark.slow
 def test_stale_samples_in_prometheus_close_the_gate(stage: Stage, tmp_path: Path) -> None:
     """Prometheus keeps answering with the last sample that it scraped."""
     max_age_s, port = 4.0, free_port()

@@ -42,7 +42,7 @@ async def is_sentence_current(page: Page, dispatcher: Dispatcher) -> bool:
     return await page.get_text("#sentence") == str(status["health_sentence"])
 
 
-@pytest.mark.first
+@pytest.mark.slow
 async def test_page_shows_the_state_of_the_dispatcher_while_it_changes(
     stage: Stage, browser: Browser
 ) -> None:

@@ -216,7 +216,11 @@ long = (pytest.mark.long, pytest.mark.timeout(1800))
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(Case((30, 7), 30, is_streamed=False, kills=1, evicts=True, cut_share=0.05), id="plain"),
+        pytest.param(
+            Case((30, 7), 30, is_streamed=False, kills=1, evicts=True, cut_share=0.05),
+            id="plain",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(Case((30,), 60, is_streamed=True, kills=2, evicts=True, cut_share=0.05), id="streams"),
         pytest.param(
             Case(LONG_SIZES, 100, is_streamed=False, kills=2, evicts=True, cut_share=0.05),

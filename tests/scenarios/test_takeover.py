@@ -151,7 +151,7 @@ def start_two_replicas(
     return dispatchers
 
 
-@pytest.mark.parametrize("machine", ["same_machine", "other_machine"])
+@pytest.mark.parametrize("machine", ["same_machine", pytest.param("other_machine", marks=pytest.mark.slow)])
 def test_requests_of_a_killed_replica_run_again_on_the_other(
     stage: Stage, machine: str, request: pytest.FixtureRequest
 ) -> None:
