@@ -55,12 +55,16 @@ class AnswerBufferPool:
         buffer.size_bytes += more_bytes
         return True
 
-    async def wait_for_bytes(self, buffer: AnswerBuffer, more_bytes: int) -> None:
-        """Take the bytes as soon as there is room for them."""
+    def take_bytes_in_order(self, buffer: AnswerBuffer, more_bytes: int) -> bool:
+        """Give an answer more bytes. Return False if there is no room for them now, or if others wait."""
         # A new answer must not overtake those that wait already. The overflow answer must never wait behind
         # them: it is the one whose progress frees memory for the others.
-        may = not self._waiting or buffer is self._overflow
-        if may and self.take_bytes(buffer, more_bytes):
+        may_take = not self._waiting or buffer is self._overflow
+        return may_take and self.take_bytes(buffer, more_bytes)
+
+    async def wait_for_bytes(self, buffer: AnswerBuffer, more_bytes: int) -> None:
+        """Take the bytes as soon as there is room for them."""
+        if self.take_bytes_in_order(buffer, more_bytes):
             return
         granted = asyncio.get_running_loop().create_future()
         turn = buffer, more_bytes, granted
@@ -103,6 +107,11 @@ class AnswerBuffer:
         self.size_bytes = 0
         self._pool = pool
         self._shares = 1
+
+    def try_grow_to(self, size_bytes: int) -> bool:
+        """Return True if the answer may have `size_bytes` bytes in all from now on, without waiting."""
+        more_bytes = size_bytes - self.size_bytes
+        return more_bytes <= 0 or self._pool.take_bytes_in_order(self, more_bytes)
 
     async def grow_to(self, size_bytes: int) -> None:
         """Wait until the answer may have `size_bytes` bytes in all."""

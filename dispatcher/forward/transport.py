@@ -86,7 +86,7 @@ class AttemptProgress:
 
         The time limit of the attempt is extended by the wait, which is not the fault of a slow server.
         """
-        if self.buffer is None or size_bytes <= self.buffer.size_bytes:
+        if self.buffer is None or self.buffer.try_grow_to(size_bytes):
             return
         timer, now = self.timer, asyncio.get_running_loop().time
         if timer is None or (ends_at := timer.when()) is None:
