@@ -53,19 +53,17 @@ async def _run_once(measure: MeasureCost) -> float:
 
 
 def get_children_cpu_s() -> float:
-    """Return the CPU seconds of child processes that have ended. Serves as a clock for `measure_cpu_s`."""
+    """Return the CPU seconds of child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
-def measure_cpu_s(
-    action: Callable[[], object], clock: Callable[[], float] = time.process_time
-) -> Callable[[], float]:
+def measure_cpu_s(action: Callable[[], object]) -> Callable[[], float]:
     """Return a function that calls `action` once and returns the CPU seconds it took."""
 
     def cost() -> float:
-        started_at = clock()
+        started_at = time.process_time()
         action()
-        return clock() - started_at
+        return time.process_time() - started_at
 
     return cost

@@ -29,7 +29,7 @@ print(count)
 
 def run_python(code: str, environ: Mapping[str, str] = os.environ) -> str:
     """Run the code in a new interpreter and return what it printed to stdout."""
-    # The second run is measured, with compiled modules, even if this environment turns them off.
+    # Modules are compiled and kept for the next run, even if this environment turns that off.
     env = {name: value for name, value in environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     command = [sys.executable, "-c", code]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env).stdout

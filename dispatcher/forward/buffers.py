@@ -63,9 +63,7 @@ class AnswerBufferPool:
         return may_take and self.take_bytes(buffer, more_bytes)
 
     async def wait_for_bytes(self, buffer: AnswerBuffer, more_bytes: int) -> None:
-        """Take the bytes as soon as there is room for them."""
-        if self.take_bytes_in_order(buffer, more_bytes):
-            return
+        """Wait behind the other answers until there is room for the bytes, and take them."""
         granted = asyncio.get_running_loop().create_future()
         turn = buffer, more_bytes, granted
         self._waiting.append(turn)
@@ -115,7 +113,7 @@ class AnswerBuffer:
 
     async def grow_to(self, size_bytes: int) -> None:
         """Wait until the answer may have `size_bytes` bytes in all."""
-        if size_bytes > self.size_bytes:
+        if not self.try_grow_to(size_bytes):
             await self._pool.wait_for_bytes(self, size_bytes - self.size_bytes)
 
     def shrink_to(self, size_bytes: int) -> None:

@@ -73,7 +73,7 @@ class BatchGroups:
         """Return the calls that are ready, and the leases that must not be sent: stopped, lost, or not
         certainly still held.
 
-        `is_complete` says that no other request can arrive soon, but for the next turns of sequences.
+        `is_complete` says that no other request can arrive soon, except for the next turns of sequences.
         """
         ready: list[ReadyCall] = []
         stopped: list[InFlightLease] = []

@@ -45,7 +45,7 @@ class MergeTarget:
     in_flight_units: int = 0
     """Units of its calls in flight."""
     in_flight_turns: int = 0
-    """Turns in its calls in flight that are not the last ones of their sequences."""
+    """Number of turns in its calls in flight that are not the last ones of their sequences."""
 
     @property
     def delay_s(self) -> float:
@@ -205,7 +205,7 @@ class MergedCall:
     units: int = 0
     """Units that it counts in the limit, from its beginning to its end."""
     turns: int = 0
-    """Turns that are not the last ones of their sequences."""
+    """Number of its turns that are not the last ones of their sequences."""
     in_flight_units: int = 0
     """Units in flight to the same target when it began, its own included."""
     next_attempts: list[Attempt] = field(default_factory=list)
@@ -223,7 +223,7 @@ class MergedCall:
             target.in_flight_turns += self.turns
 
     def remove_from_target(self) -> None:
-        """Count the units and turns of the call no longer, because it has ended."""
+        """Stop counting the units and turns of the call, because it has ended."""
         target = self.members[0].target
         target.in_flight_units -= self.units
         target.in_flight_turns -= self.turns
