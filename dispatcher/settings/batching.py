@@ -47,7 +47,9 @@ class BatchRuleSettings(Section):
         "time, at most 5.",
     )
     idle_flush: bool = Field(
-        True, description="If true, requests do not wait for others while the queue is known to be empty."
+        True,
+        description="If true, requests do not wait for others while the queue is known to be empty, except "
+        "for the next requests of sequences in flight.",
     )
     unit: Literal["item", "call"] = Field(
         "item",
