@@ -1,6 +1,6 @@
-# The dispatcher's image: docs/how-to/image.md says how to build, run and verify it.
+# The dispatcher's image: docs/how-to/install.md says how to build and run it.
 #
-# BASE is the Debian that the image is built in, with its digest, which only you can look up (docs/how-to/image.md says
+# BASE is the Debian that the image is built in, with its digest, which only you can look up (docs/how-to/install.md says
 # how); a tag alone would build something else tomorrow. Debian 13, python3 3.13:
 #     docker build --build-arg BASE=debian:trixie-slim@sha256:… -t batch-dispatcher .
 ARG BASE
@@ -25,15 +25,11 @@ COPY --from=build /root-of-image/usr/share/doc/batch-dispatcher/sbom.cdx.json /
 
 FROM scratch
 ARG BASE
-ARG VERSION=0.2.0
-ARG REVISION=unknown
-ARG CREATED=unknown
+ARG VERSION=0.3.0
 LABEL org.opencontainers.image.title="batch-dispatcher" \
-    org.opencontainers.image.description="Fills the idle slack of LLM inference pools with batch requests" \
+    org.opencontainers.image.description="Fills the idle capacity of LLM inference pools with batch requests" \
     org.opencontainers.image.licenses="Apache-2.0" \
     org.opencontainers.image.version="${VERSION}" \
-    org.opencontainers.image.revision="${REVISION}" \
-    org.opencontainers.image.created="${CREATED}" \
     org.opencontainers.image.base.name="${BASE}"
 COPY --from=build /root-of-image /
 # Where a volume goes, for the data of an embedded queue; a new one takes this directory's owner.

@@ -7,13 +7,18 @@ BIN := $(VENV)/bin
 # More than half of the tests' time is waiting, for servers to start and leases to end: three processes a core.
 JOBS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) * 3 )))
 PYTEST := $(BIN)/pytest
-UNIT := tests/core tests/dispatch tests/settings
+MUTATED := dispatcher/limit dispatcher/requests
+PURE := tests/common tests/limit tests/requests $(addprefix tests/features/,merging models sequences slices)
+UNIT := $(PURE) tests/kernel tests/settings
+# What a version of a library or of Python can break, without the tests that take long.
+FAST := -n $(JOBS) -q -m "not serial and not slow and not long and not first" $(UNIT) \
+	tests/gateway tests/signals tests/queue tests/client tests/batched
 # What is compiled is kept: without, every process of the tests compiles all of it anew.
 unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo simulate test test-slow unit coverage check format generate docs picture worlds tools image bench conformance \
+.PHONY: help setup demo simulate test test-slow unit lowest pythons coverage mutate structure check format generate docs picture worlds tools image bench conformance \
 	chaos fuzz soak image-test cluster-programs cluster-test audit constraints clean
 
 help: ## Show this list
@@ -43,30 +48,57 @@ simulate: setup ## Compare the limit algorithm with alternative policies: a tabl
 	@mkdir -p build
 	$(BIN)/batch-dispatcher simulate --policy all --plot build/simulate.png
 
-# Tests that need a quiet machine run alone, and first, so that one process compiles the test modules for all others.
-# Both parts run, so that one failure does not hide another.
-define in_two_parts
-	@status=0; \
-	$(PYTEST) -m "serial and $(1)" || status=$$?; \
-	$(PYTEST) -n $(JOBS) --dist worksteal -m "not serial and $(1)" || status=$$?; \
-	exit $$status
-endef
-
 test: setup ## Run every test but the slow ones and the long forms
-	$(call in_two_parts,not slow and not long)
+	$(PYTEST) -n $(JOBS) --dist worksteal -m "not slow and not long"
 
-test-slow: setup ## Run what takes much CPU: simulations, benchmarks, the real engine, the longest scenarios
-	$(call in_two_parts,slow and not long)
+# Tests that need a quiet machine run alone. Both parts run, so that one failure does not hide another.
+test-slow: setup ## Run what takes much CPU, or builds: simulations, benchmarks, the real engine, the longest scenarios
+	@status=0; \
+	$(PYTEST) -m "serial and slow and not long" || status=$$?; \
+	$(PYTEST) -n $(JOBS) --dist worksteal -m "not serial and slow and not long" || status=$$?; \
+	exit $$status
 
 unit: setup ## Run the fast tests of the core and of the dispatch loop, in under a minute
-	$(PYTEST) -n $(JOBS) -q -m "not serial and not slow and not long and not first" $(UNIT)
+	$(PYTEST) -n $(JOBS) -q -m "not slow and not long and not first" $(UNIT)
 
-# Only the tests of the core count, slow ones as well: other tests run code of the core without checking it, and the
-# model test of the queue checks the scripts.
-coverage: setup ## Check that the tests of the core cover 99 % of its lines and branches
-	$(PYTEST) -n $(JOBS) -m "not serial and not long" tests/core tests/properties --ignore=tests/properties/test_queue_model.py \
-		--cov=dispatcher/core --cov-branch --cov-report=
-	$(BIN)/coverage report --include='dispatcher/core/*' --skip-covered --fail-under=99
+# Only the packages of the program have their lowest versions. The tools of the tests are the newest.
+lowest: ## Run the fast tests with the lowest versions of dependencies that pyproject.toml allows
+	$(PYTHON) -m venv --clear build/lowest
+	build/lowest/bin/pip install --quiet uv
+	build/lowest/bin/uv pip compile pyproject.toml --extra embedded --extra plots --extra otel --extra docs --quiet --no-header \
+		--resolution lowest-direct --output-file build/lowest.txt
+	build/lowest/bin/uv pip install --quiet --python build/lowest/bin/python --requirements pyproject.toml --extra dev \
+		--constraint build/lowest.txt
+	build/lowest/bin/uv pip install --quiet --python build/lowest/bin/python --no-deps --no-build-isolation --editable .
+	build/lowest/bin/python -m pytest $(FAST)
+
+# Versions that pyenv has are found as well.
+pythons: ## Run the fast tests with each installed Python of 3.11 to 3.14
+	@status=0; \
+	for version in 3.11 3.12 3.13 3.14; do \
+		for python in python$$version ~/.pyenv/versions/$$version.*/bin/python none; do \
+			$$python -c '' 2>/dev/null && break; \
+		done; \
+		if [ $$python = none ]; then echo "Python $$version is not installed: skipped"; continue; fi; \
+		$(MAKE) --no-print-directory setup VENV=build/python-$$version PYTHON=$$python && \
+		build/python-$$version/bin/python -m pytest $(FAST) || status=1; \
+	done; \
+	exit $$status
+
+# Only the tests of these folders count, slow ones as well: other tests run their code without checking it, and the model
+# tests of the queue check the scripts.
+coverage: setup ## Check that the tests of the pure folders cover 99 % of their lines and branches
+	$(PYTEST) -n $(JOBS) -m "not serial and not long" tests/common tests/limit tests/requests tests/properties \
+		--ignore=tests/properties/test_queue_model.py --ignore=tests/properties/test_sequence_model.py \
+		--cov=dispatcher.common --cov=dispatcher.limit --cov=dispatcher.requests --cov-branch --cov-report=
+	$(BIN)/coverage report --include='dispatcher/common/*,dispatcher/limit/*,dispatcher/requests/*' --skip-covered --fail-under=99
+
+mutate: setup ## Change one token of the core at a time, 200 times, and check that its tests notice at least 90 % of the changes
+	$(BIN)/python -m tests.tools.mutate $(MUTATED) --tests $(MUTATED:dispatcher/%=tests/%) tests/properties/test_limit_properties.py \
+		tests/properties/test_outcome_properties.py tests/properties/test_request_properties.py --seed $(or $(SEED),1)
+
+structure: setup ## Measure the structure: modules that a request passes, words of features, lines, settings, verbs
+	$(BIN)/python -m tests.tools.structure
 
 # All of them run, so that one failure does not hide another.
 check: setup ## Check format, lint, types, import contracts, generated pages
@@ -92,7 +124,7 @@ picture: setup ## Draw the results of the dashboard's queries over a scripted sc
 	$(BIN)/python -m tests.monitoring.picture docs/images/dashboard.png
 
 # Worlds that are already in the file are not run again: remove the file after a change of the limit algorithm.
-worlds: setup ## Simulate all worlds and write docs/explanation/worlds.md (minutes)
+worlds: setup ## Simulate all worlds and write docs/contributing/worlds.md (minutes)
 	@mkdir -p build
 	$(BIN)/python -m tests.lab.simulation.worlds build/worlds.json
 	$(BIN)/python -m tests.lab.simulation.worlds build/worlds.json --write
@@ -125,6 +157,7 @@ endef
 bench: setup ## Run the benchmarks: throughput, latency, costs, and the figures of the simulations
 	$(call long,tests/benchmarks,long or not long,1800)
 	$(call long,tests/lab/simulation,long,1800)
+	$(PYTEST) tests/features/*/test_benchmark.py -s -m "long or not long" --timeout=1800
 
 # In make test, these tests use one engine: Redis where it is installed, otherwise Valkey.
 conformance: setup ## Run the tests of the queue on Redis and on Valkey
@@ -133,6 +166,7 @@ conformance: setup ## Run the tests of the queue on Redis and on Valkey
 chaos: setup ## Kill dispatchers, Redis and connections for a long time, and check that no request is lost
 	$(call long,tests/chaos,long,7200)
 	$(call long,tests/scenarios,long,7200)
+	$(call long,tests/features/*,long,7200)
 
 fuzz: setup ## Send random input to every interface, FUZZ_S seconds (600) each, and run the long property tests
 	$(call long,tests/fuzz,long,7200)
@@ -141,7 +175,7 @@ fuzz: setup ## Send random input to every interface, FUZZ_S seconds (600) each, 
 soak: setup ## Run for hours (SOAK_S seconds), and check that memory and other resources do not grow
 	$(call long,tests/soak,long,86400)
 	$(call long,tests/signals,long,1800)
-	$(call long,tests/admin,long,1800)
+	$(call long,tests/service/admin,long,1800)
 
 image-test: setup ## Build the image and run it as a locked-down pod would (as root; podman, runc, debootstrap)
 	$(call long,tests/image,long,2400)

@@ -19,10 +19,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from dispatcher import __version__
-from dispatcher.settings import SecretUrl, Settings
 from dispatcher.settings.load import NEEDS_RESTART, key_paths
+from dispatcher.settings.model import Settings
 from dispatcher.settings.queue import QueueUrl
-from dispatcher.settings.values import AUTO, SECRET_NAME, HttpUrl, Label, UrlPath, ValueNotation
+from dispatcher.settings.values import AUTO, SECRET_NAME, HttpUrl, Label, SecretUrl, UrlPath, ValueNotation
 
 CHART = Path(__file__).parent / "helm" / "batch-dispatcher"
 
@@ -162,7 +162,10 @@ def render_schema() -> str:
     root["required"] += ["config", "secretFiles"]
     root["properties"]["secretFiles"] = _secret_files()
     root["properties"]["monitoring"]["properties"]["rules"]["properties"]["alerts"] = _alerts()
-    root["properties"]["global"] = {"type": "object"}
+    root["properties"]["global"] = {
+        "type": "object",  # It is shared with other charts, which may have other keys.
+        "properties": {"imageRegistry": {"type": "string"}},
+    }
     head = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "batch-dispatcher"}
     return json.dumps({**head, **root}, indent=1, ensure_ascii=False) + "\n"
 
@@ -281,19 +284,21 @@ _README = """# batch-dispatcher
 
 ```sh
 helm install qwen-batch deploy/helm/batch-dispatcher --set pool.name=qwen --set gateway.url=http://gateway \\
-    --set image.registry=registry.example/team
-helm test qwen-batch --logs
+    --set image.registry=registry.example/team --set image.digest=sha256:…
+helm test qwen-batch
 ```
 
-Install one release per pool. A namespace may have several releases. See
-[the install guide](../../../docs/how-to/install.md). Version {version}; Kubernetes {kube}. A schema,
-generated from the models with which the program validates its settings, rejects invalid values before
-anything is sent to the cluster.
+The first argument of `helm install` after the name is the chart: this folder, or its package. Install one
+release per pool. A namespace may have several releases. The guide is `docs/how-to/install.md` in the
+repository of the project. Version {version}; Kubernetes {kube}. A schema, generated from the models with
+which the program validates its settings, rejects invalid values before anything is sent to the cluster.
 
 ## Values
 
-`pool`, `gateway` and the sections of `config` are settings of the dispatcher, described in
-[docs/reference/configuration.md](../../../docs/reference/configuration.md).
+`pool`, `gateway` and the sections of `config` are settings of the dispatcher. `values.schema.json` describes
+them, and so does `docs/reference/configuration.md` in the repository.
+
+`global.imageRegistry` is the registry of all images that have no registry of their own.
 
 | value | default | meaning |
 |---|---|---|

@@ -124,6 +124,14 @@ OBJECT_PART_RULES: Mapping[str, dict[str, Any]] = {
         _ANNOTATIONS,
     ),
     "dnsConfig": _DNS_CONFIG,
+    "strategy": {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            "type": {"enum": ["RollingUpdate", "Recreate"]},
+            "rollingUpdate": {"type": ["object", "null"]},
+        },
+    },
 }
 """Rules of values that templates copy into Kubernetes objects; null removes such a value."""
 VALUE_RULES: Mapping[str, dict[str, Any]] = {
@@ -158,13 +166,27 @@ VALUE_RULES: Mapping[str, dict[str, Any]] = {
         "minimum": 1,
         "pattern": "^[0-9]+%$",
     },
+    "podDisruptionBudget.minAvailable": {
+        "type": ["integer", "string", "null"],
+        "minimum": 1,
+        "pattern": "^[0-9]+%$",
+    },
+    "namespaceOverride": {"type": "string", "pattern": f"^$|{LABEL}"},
+    "service.ipFamilyPolicy": {"enum": ["", "SingleStack", "PreferDualStack", "RequireDualStack"]},
     "service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
     "service.port": {"type": "integer", "minimum": 1, "maximum": 65535},
-    "monitoring.podMonitor.interval": _INTERVAL,
-    "monitoring.serviceMonitor.interval": _INTERVAL,
+    **{
+        f"monitoring.{monitor}.{name}": rule
+        for monitor in ("podMonitor", "serviceMonitor")
+        for name, rule in (
+            ("interval", _INTERVAL),
+            ("scrapeTimeout", _INTERVAL | {"pattern": f"^$|{_INTERVAL['pattern']}"}),
+            ("namespace", {"type": "string", "pattern": f"^$|{LABEL}"}),
+        )
+    },
     "inferenceObjective.priority": {"type": "integer", "maximum": -1},
     "inferenceObjective.apiVersion": {
-        "enum": ["llm-d.ai/v1alpha2", "inference.networking.x-k8s.io/v1alpha2"],
+        "enum": ["", "llm-d.ai/v1alpha2", "inference.networking.x-k8s.io/v1alpha2"],
     },
     "keda.minReplicas": {"type": "integer", "minimum": 0},
     "keda.maxReplicas": {"type": "integer", "minimum": 1},

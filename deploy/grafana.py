@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from dispatcher.core.health import Health
-from dispatcher.core.limit.budget import Reason
+from dispatcher.limit.budget import Reason
+from dispatcher.limit.health import Health
 
 SELECTOR = 'job=~"$job", namespace=~"$namespace", pool=~"$pool", instance=~"$instance"'
 PROCESS_SELECTOR = 'job=~"$job", instance=~"$instance"'

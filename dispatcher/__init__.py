@@ -1,4 +1,4 @@
-"""Batch dispatcher: fills the slack of LLM inference pools with batch requests."""
+"""Batch dispatcher: fills the idle capacity of LLM inference pools with batch requests."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 USER_AGENT = f"batch-dispatcher/{__version__}"

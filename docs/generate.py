@@ -20,10 +20,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from systems import render_systems
 
-from dispatcher.core.limit.budget import Reason
-from dispatcher.settings import SecretUrl, Settings
+from dispatcher.lab.simulation.scenario_file import ScenarioFile
+from dispatcher.limit.budget import Reason
 from dispatcher.settings.load import NEEDS_RESTART
-from dispatcher.settings.values import AUTO, ValueNotation
+from dispatcher.settings.model import Settings
+from dispatcher.settings.tls import TlsSettings
+from dispatcher.settings.values import AUTO, SecretUrl, ValueNotation
 from dispatcher.settings.yaml_source import ENV_PREFIX, MAX_BYTES, MAX_EVENTS
 from dispatcher.telemetry.catalogue import CATALOGUE
 from dispatcher.telemetry.events import Event
@@ -79,10 +81,18 @@ def configuration() -> str:
     return "\n".join(lines)
 
 
+FIRST_TLS = "gateway.tls"
+"""The first section of TLS settings. The others have the same keys."""
+
+
 def _rows(model: type[BaseModel], path: str) -> Iterator[str]:
     for name, info in model.model_fields.items():
         here = f"{path}.{name}"
         section = _model(info)
+        if section is TlsSettings and here != FIRST_TLS:
+            about = f"{info.description or 'TLS settings.'} The keys are those of `{FIRST_TLS}`."
+            yield f"| `{here}` | section | `{{}}` | {about} |"
+            continue
         if section is not None:
             yield from _rows(section, here)
             continue
@@ -235,8 +245,8 @@ logged at most once in ten seconds. A gate that opened and closed ten times in t
 once per second. `unlogged_changes` counts the changes since the previous line.
 
 **Events of single requests** are logged only at `log.level: debug` (a reload changes it):
-`attempt-started`, `attempt` and `lease-ended`, with `request`, `attempt` and, for a [traced](traces.md)
-request, `trace`. Other events during an attempt have these fields too.
+`attempt-started`, `attempt` and `lease-ended`, with `request`, `attempt` and, for a
+[traced](operations.md#traces) request, `trace`. Other events during an attempt have these fields too.
 
 **Equal warnings** are counted, not repeated: the first is logged, and after 30 s the newest, with the
 number of those left out in `repeated`. Warnings are equal if they differ only in numbers or in the request.
@@ -267,10 +277,10 @@ _INNER = {"received_result", "item", "keep_number", "waiters"}
 
 
 _NO_KINDS = ("Exception", "Generic[T, R]")
-_OF_CORE = ("errors.py", "sequences/turns.py", "requests/named_stream.py")
-"""Modules of the core with classes that the client offers."""
+_ELSEWHERE = ("common/errors.py", "features/*/*.py")
+"""Modules outside of the client with classes that it offers."""
 _OF_FILES = ("FileOptions", "FileProgress", "InputError", "BadInputError", "JournalError", "SinkError")
-"""What `run_file` takes, returns and raises: of `dispatcher.client.files`."""
+"""Arguments, results and errors of `run_file` in `dispatcher.features.batch_files`."""
 
 
 def reference() -> str:
@@ -278,8 +288,8 @@ def reference() -> str:
     offered = _assigned(ast.parse((_CLIENT / "__init__.py").read_text()))
     classes: dict[str, ast.ClassDef] = {}
     batched = _CLIENT.parent / "batched"
-    of_core = [_CLIENT.parent / "core" / name for name in _OF_CORE]
-    for module in (*of_core, *sorted(_CLIENT.rglob("*.py")), *sorted(batched.glob("*.py"))):
+    elsewhere = [module for pattern in _ELSEWHERE for module in sorted(_CLIENT.parent.glob(pattern))]
+    for module in (*elsewhere, *sorted(_CLIENT.rglob("*.py")), *sorted(batched.glob("*.py"))):
         classes |= {
             each.name: each for each in ast.parse(module.read_text()).body if isinstance(each, ast.ClassDef)
         }
@@ -305,8 +315,12 @@ def _function(module: Path, name: str) -> Iterator[str]:
 
 def _assigned(module: ast.Module) -> list[str]:
     """`__all__` of a module."""
-    [found] = [node for node in module.body if isinstance(node, ast.Assign)]
-    return list(ast.literal_eval(found.value))
+    [value] = [
+        node.value
+        for node in module.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    return list(ast.literal_eval(value))
 
 
 def _class(made: ast.ClassDef) -> Iterator[str]:
@@ -368,7 +382,7 @@ def _text(made: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     )
 
 
-_SCRIPT = ROOT / "dispatcher" / "admin" / "page" / "page.js"
+_SCRIPT = ROOT / "dispatcher" / "service" / "admin" / "page" / "page.js"
 _MADE = re.compile(r"(// \{\{\{ .*\n)(?:.*\n)*?(// \}\}\}\n)")
 
 
@@ -386,12 +400,40 @@ def page() -> str:
     return _MADE.sub(lambda found: found[1] + made + found[2], _SCRIPT.read_text())
 
 
+_SCENARIO_FILE = HERE / "reference" / "scenario-file.md"
+_KEYS = re.compile(r"(<!-- keys -->\n\n```yaml\n).*?(?=```\n\n<!-- end of keys -->)", re.DOTALL)
+_GROUPS = {
+    "trace": "Realtime traffic",
+    "slots": "Pool",
+    "batch_tokens": "Batch requests",
+    "detector": "Endpoint picker (EPP)",
+    "signals": "Readings",
+    "reserve": "Dispatchers, gateway and queue",
+    "time_step_s": "Speed of the simulation",
+}
+"""First key of each group of keys of a scenario file."""
+
+
+def scenario() -> str:
+    """docs/reference/scenario-file.md, with a scenario file that has all keys with their defaults."""
+    lines = []
+    for name, info in ScenarioFile.model_fields.items():
+        if name in _GROUPS:
+            lines += [f"# ── {_GROUPS[name]} ──", ""]
+        comment = textwrap.wrap(str(info.description), 96, initial_indent="# ", subsequent_indent="# ")
+        default = info.default
+        value = "" if default is None or default == () else str(default).lower() if default != "" else '""'
+        lines += [*comment, f"{'# ' if value == '' else ''}{name}: {value}".rstrip(), ""]
+    return _KEYS.sub(lambda found: found[1] + "\n".join(lines), _SCENARIO_FILE.read_text())
+
+
 PAGES: dict[Path, Callable[[], str]] = {
-    HERE / "explanation" / "where-it-comes-from.md": render_systems,
+    HERE / "contributing" / "where-it-comes-from.md": render_systems,
     HERE / "reference" / "configuration.md": configuration,
     HERE / "reference" / "logs.md": logs,
     HERE / "reference" / "metrics.md": metrics,
     HERE / "reference" / "python-client.md": reference,
+    _SCENARIO_FILE: scenario,
     _SCRIPT: page,
 }
 
@@ -414,7 +456,7 @@ def main() -> int:
     check = "--check" in sys.argv[1:]
     stale = []
     for path, make in PAGES.items():
-        text = make() if path is _SCRIPT else _with_links(make(), path)
+        text = make() if path in (_SCRIPT, _SCENARIO_FILE) else _with_links(make(), path)
         if path.exists() and path.read_text() == text:
             continue
         stale.append(path.relative_to(ROOT))

@@ -1,4 +1,4 @@
-"""Page that compares the dispatcher with other systems: docs/explanation/where-it-comes-from.md."""
+"""Page that compares the dispatcher with other systems: docs/contributing/where-it-comes-from.md."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def read_systems() -> tuple[System, ...]:
 
 
 def render_systems() -> str:
-    """Return the page docs/explanation/where-it-comes-from.md."""
+    """Return the page docs/contributing/where-it-comes-from.md."""
     lines = [_INTRODUCTION]
     for system in read_systems():
         sources = ", ".join(f"[{source.text}]({source.url})" for source in system.sources)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.browser import Browser, start_chromium
-from tests.support import spread_over_parts
+from tests.support import current_test, spread_over_parts
 
 # On a shared machine any single example may be slow, which is no defect.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -51,6 +51,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others = [item for item in items if item.get_closest_marker("first") is None]
     worker_input = getattr(config, "workerinput", {"workercount": 1})
     items[:] = spread_over_parts(first, others, worker_input["workercount"])
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures, which may need tools as well
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    is_in_make_test = not any(item.get_closest_marker(mark) for mark in ("slow", "long"))
+    current_test.may_build = not is_in_make_test
+    if is_in_make_test and item.get_closest_marker("serial") is not None:
+        pytest.fail("a serial test must be marked slow: `make test` passes on a busy machine")
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -38,8 +38,6 @@ LAZY_IMPORTS = (
     "anyio._backends._asyncio",
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
     "rich.markdown",
-    "typer._adapters",
-    "typer._click.decorators",
     "uvloop",
     "watchfiles",
 )
@@ -47,6 +45,8 @@ LAZY_IMPORTS = (
 
 matplotlib is missing because it takes half as long as everything else together and is rarely needed.
 """
+TYPER_MODULES = ("typer._adapters", "typer._click.decorators")
+"""The same of typer. Not every version that pyproject.toml allows has them."""
 _MAX_REQUEST_BYTES = 1 << 18
 _FDS_PER_REQUEST = 3
 """File descriptors sent with each request: standard output, standard error, and a pipe for the exit code."""
@@ -268,6 +268,9 @@ def import_programs() -> Mapping[str, Callable[[], Any]]:
             importlib.import_module(module.name)
     for name in LAZY_IMPORTS:
         importlib.import_module(name)
+    for name in TYPER_MODULES:
+        with suppress(ImportError):
+            importlib.import_module(name)
 
     from dispatcher import cli
     from dispatcher.lab.standin import live

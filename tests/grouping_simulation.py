@@ -6,12 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 
-from dispatcher.core.merging.grouping import (
-    GroupingRule,
-    GroupReady,
-    WaitingItem,
-    group_requests,
-)
+from dispatcher.common.grouping import GroupingRule, GroupReady, WaitingItem, group_requests
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
-from dispatcher.core.merging.shapes import SHAPES, Part, Shape, parse_part
+from dispatcher.features.merging.shapes import SHAPES, Part, Shape, parse_part
 from dispatcher.lab.standin.list_models import parse_call
 
 PATHS = {

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar, overload
 
@@ -32,6 +33,19 @@ TOOLS_DIR = ROOT / "build" / "tools"
 _BUILT_TOOLS = {"helm", "kubeconform", "kustomize", "go"}
 _GO_DIRS = ("/usr/local/go/bin", str(TOOLS_DIR.parent / "go" / "go" / "bin"))
 """Directories besides PATH that may contain Go; `make tools` installs it into the second one."""
+_BUILDING_TOOLS = {"go", "gofmt", "node", "npm", "podman", "debootstrap"}
+"""Tools that compile, or download what they need. `make test` must pass on a machine without caches and
+network, so only slow tests and the long forms use them."""
+
+
+@dataclass
+class CurrentTest:
+    """Permissions of the test that runs. conftest.py sets them before each test."""
+
+    may_build: bool = False
+
+
+current_test = CurrentTest()
 
 
 def require_tool(name: str) -> str:
@@ -40,6 +54,8 @@ def require_tool(name: str) -> str:
     If it is missing, the test is skipped, or fails if CI=true: a skipped test proves nothing, so the
     environment that decides about a merge must have every tool.
     """
+    if name in _BUILDING_TOOLS and not current_test.may_build:
+        pytest.fail(f"a test that needs {name} must be marked slow, because it compiles or downloads")
     directories = [str(TOOLS_DIR), os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin", *_GO_DIRS]
     found = shutil.which(name, path=os.pathsep.join(directories))
     if found is None:

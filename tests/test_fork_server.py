@@ -46,7 +46,7 @@ RUN_IN_THREADS = """
 import threading
 from tests.fork_server import run_cli
 for _ in range(2):
-    thread = threading.Thread(target=lambda: print(run_cli("version").returncode, flush=True))
+    thread = threading.Thread(target=lambda: print(run_cli("--version").returncode, flush=True))
     thread.start()
     thread.join()
 """
@@ -67,7 +67,7 @@ for arguments in (["status", "--queue-url", "redis://127.0.0.1:1/0"], ["run", "-
     with contextlib.suppress(SystemExit):
         run()
 print()
-print(len(before & {"dispatcher.app.service", "dispatcher.lab.simulation.report", "kubernetes", "redis"}))
+print(len(before & {"dispatcher.service.service", "dispatcher.lab.simulation.report", "kubernetes", "redis"}))
 print(sorted(set(sys.modules) - before))
 """
 

@@ -30,6 +30,13 @@ def test_installed_tool_is_found() -> None:
     assert require_tool("sh").endswith("/sh")
 
 
+@pytest.mark.parametrize("name", ["go", "npm"])
+def test_tool_that_builds_is_only_for_slow_tests(name: str) -> None:
+    """Installed or not, so that no such test gets into `make test` on a machine without the tool."""
+    with pytest.raises(pytest.fail.Exception, match="must be marked slow"):
+        require_tool(name)
+
+
 async def test_wait_until_returns_the_value_of_the_condition() -> None:
     ready: list[str] = []
     asyncio.get_running_loop().call_later(0.02, ready.append, "done")

@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary, finalize
 
 from dispatcher.batched.calls import BatchRun, collect_results, wrap_error
 from dispatcher.batched.waiting import CallerQueue, CallTerms, Waiter, deliver_outcomes
-from dispatcher.core.errors import ClosedError
-from dispatcher.core.merging.grouping import WaitingItem
+from dispatcher.common.errors import ClosedError
+from dispatcher.common.grouping import WaitingItem
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, TypeGuard, TypeVar
 
-from dispatcher.core.errors import BatchError, WrongLengthError
+from dispatcher.common.errors import BatchError, WrongLengthError
 
 T = TypeVar("T")
 R = TypeVar("R")

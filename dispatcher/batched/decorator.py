@@ -22,7 +22,7 @@ from dispatcher.batched.async_functions import AsyncWaiters
 from dispatcher.batched.stages import HOOK_NAMES, find_hooks
 from dispatcher.batched.sync_functions import FunctionWorker, ThreadWaiters, Worker
 from dispatcher.batched.waiting import CallTerms
-from dispatcher.core.merging.grouping import GroupingRule
+from dispatcher.common.grouping import GroupingRule
 
 P = ParamSpec("P")
 S = TypeVar("S")

@@ -24,7 +24,7 @@ from operator import attrgetter
 from typing import Any
 
 from dispatcher.batched.calls import Raised, describe_error, is_exception, wrap_error
-from dispatcher.core.errors import BatchError
+from dispatcher.common.errors import BatchError
 
 TRACEBACK_HEADING = "In the worker process:\n"
 

@@ -23,8 +23,8 @@ from weakref import WeakSet
 from dispatcher.batched.calls import Raised, run_isolated, wrap_error
 from dispatcher.batched.stages import Stage
 from dispatcher.batched.waiting import CallerQueue, CallTerms, Waiter, deliver_outcomes
-from dispatcher.core.errors import ClosedError
-from dispatcher.core.merging.grouping import WaitingItem
+from dispatcher.common.errors import ClosedError
+from dispatcher.common.grouping import WaitingItem
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -45,7 +45,7 @@ class Worker(Protocol[T, R]):
     """Number of batches that the worker may have at once. With more than one, they form a pipeline."""
 
     def start(self) -> None:
-        """Get ready. Raises what prevents that. A later `run_batch` gets ready in any case."""
+        """Start the worker. Raises an error if it cannot start; the next `run_batch` then tries again."""
 
     def run_batch(self, items: list[T], enter_stage: Callable[[Stage], None]) -> list[R | Raised]:
         """Return an outcome for each item. A worker that is a pipeline calls `enter_stage` when the batch

@@ -1,4 +1,4 @@
-"""Queue of callers that wait for the result of a batched function. `core.merging.grouping` decides which of
+"""Queue of callers that wait for the result of a batched function. `common.grouping` decides which of
 them go together, and when.
 
 No other caller can come (`alone` in the grouping) if no call runs and no item has come for a moment. The
@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar, cast
 
 from dispatcher.batched.calls import Raised
-from dispatcher.core.errors import ClosedError, TooManyPendingError
-from dispatcher.core.merging.grouping import GroupingRule, GroupReady, WaitingItem, group_requests
+from dispatcher.common.errors import ClosedError, TooManyPendingError
+from dispatcher.common.grouping import GroupingRule, GroupReady, WaitingItem, group_requests
 
 T = TypeVar("T")
 R = TypeVar("R")

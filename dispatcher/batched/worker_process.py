@@ -11,6 +11,7 @@ import os
 import pickle
 import signal
 import subprocess
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from dispatcher.batched.calls import Raised, wrap_error
 from dispatcher.batched.messages import load_message, unpack_outcome
 from dispatcher.batched.stages import PIPELINE_DEPTH, Stage
 from dispatcher.batched.worker_index import INDEX_VARIABLE
-from dispatcher.core.errors import WorkerCrashedError
+from dispatcher.common.errors import WorkerCrashedError
 
 END_TIMEOUT_S = 5.0
 """Time that a process may take to end once its pipe is closed. After that it is terminated, and later
@@ -33,20 +34,19 @@ MAX_SENDS = 3
 """Number of processes that a batch is sent to before its callers get the error of the last one. Each process
 may die because of an earlier batch, or while it is idle, before it begins this one."""
 STARTER = """
-from multiprocessing import process, spawn
+from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from pickle import loads
 pipe = Connection({})
-me = process.current_process()
-me._inheriting = True
+is_importing_program = True
 spawn.prepare(loads(pipe.recv_bytes()))
-del me._inheriting
+is_importing_program = False
 from dispatcher.batched.worker_program import serve_batches
 serve_batches(pipe)
 """
 """Program of the worker process. `prepare` sets the path, so it runs before any import of this package, and
-imports the program. During that import the program must not start a worker, which would import the program
-again; multiprocessing recognises this by the attribute `_inheriting`."""
+imports the program. During that import, `__main__` is still this module, and `_check_program_is_imported`
+finds `is_importing_program` in it."""
 
 _SIGNALS = {each.value: each.name for each in signal.Signals}
 
@@ -236,6 +236,7 @@ class ProcessWorker:
             # Two processes at once might need more memory than there is.
             self._connection.wait_until_read()
             self._connection.close()
+        _check_program_is_imported()
         preparation = spawn.get_preparation_data(self._name)
         preparation.pop("authkey", None)  # only for children of multiprocessing, and it refuses to be pickled
         own_end, worker_end = Pipe()
@@ -264,3 +265,15 @@ class ProcessWorker:
         code = connection.close()
         how = _SIGNALS.get(-code, f"signal {-code}") if code < 0 else f"exit code {code}"
         return WorkerCrashedError(f"the worker process of {self._name} ended by {how} {when}")
+
+
+def _check_program_is_imported() -> None:
+    """Raise RuntimeError in a worker process that imports the program.
+
+    A program that starts a worker when it is imported would start one worker in the other, without end.
+    """
+    if getattr(sys.modules["__main__"], "is_importing_program", False):
+        raise RuntimeError(
+            "a worker process was started while the program was imported in another worker process: put what "
+            "the program does under `if __name__ == '__main__':`"
+        )

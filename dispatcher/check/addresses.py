@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import urlsplit
 
-from dispatcher.settings import SecretUrl
+from dispatcher.settings.values import SecretUrl
 
 CONNECT_S = 1.5
 Address = tuple[str, int]

@@ -19,13 +19,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from itertools import chain
 from typing import TypeVar
 
-from dispatcher.check import gateway, queue, serving, signals
+from dispatcher.check import gateway, queue, signals
 from dispatcher.check.addresses import CONNECT_S, Address, explain_all_unreachable, list_addresses
+from dispatcher.check.feature_check import list_feature_checks
 from dispatcher.check.finding import Finding, Findings, Probe, SlowFinding, make_known_probe
-from dispatcher.core.network_errors import describe_error
-from dispatcher.settings import Settings
+from dispatcher.common.network_errors import describe_error
+from dispatcher.settings.model import Settings
 from dispatcher.telemetry.loop_lag import LoopLagWatch
 
 PROBE_TIMEOUT_S = 10.0
@@ -41,7 +43,7 @@ T = TypeVar("T")
 
 
 async def check_connections(settings: Settings, report: Callable[[Finding], None]) -> None:
-    """Check the gateway, the queue, Kubernetes, the signals and `serving.urls`.
+    """Check the gateway, the queue, Kubernetes, the signals and the servers of features.
 
     `report` is called with each finding, in this order.
     """
@@ -53,7 +55,7 @@ async def find_unreachable(settings: Settings) -> dict[Address, str]:
     urls = [
         settings.gateway.url,
         *signals.list_urls(settings),
-        *serving.list_urls(settings),
+        *chain.from_iterable(check.list_urls(settings) for check in list_feature_checks()),
         settings.tracing.endpoint,
     ]
     asked = list_addresses(urls) | queue.list_queue_addresses(settings)
@@ -85,8 +87,8 @@ def build_probes(settings: Settings, unreachable: Mapping[Address, str]) -> dict
         "queue.url": queue.build_probe(settings, unreachable),
         "signals": signals.build_probe(settings, unreachable),
     }
-    if serving.list_urls(settings):
-        probes["serving.urls"] = serving.build_probe(settings, unreachable)
+    for check in list_feature_checks():
+        probes |= check.build_probes(settings, unreachable)
     if settings.tracing.endpoint:
         probes["tracing.endpoint"] = _build_traces_probe(settings, unreachable)
     return probes

@@ -17,10 +17,10 @@ from dispatcher import USER_AGENT
 from dispatcher.check.addresses import CONNECT_S, Address, list_addresses
 from dispatcher.check.finding import Finding, Findings, Level, Probe, SlowFinding, make_known_probe
 from dispatcher.check.plain_http import RawResponse, send_get
-from dispatcher.core.gateway.gateway_verification import GatewayVerification
-from dispatcher.core.gateway.outcome import Failed, classify_answer
-from dispatcher.core.network_errors import describe_error
-from dispatcher.settings import Settings
+from dispatcher.common.network_errors import describe_error
+from dispatcher.requests.outcomes.judge import GatewayRecord, judge_attempt
+from dispatcher.requests.outcomes.outcome import Failed, classify_answer
+from dispatcher.settings.model import Settings
 from dispatcher.settings.watched_files import TokenFileError, read_token
 
 ANSWER_S = 3.0
@@ -94,7 +94,7 @@ def judge_answer(answer: RawResponse, request_text: str, *, without_tls: bool) -
     if status == 405 and _accepts_post(answer):
         return Finding("ok", _WHERE, what)
     itself = classify_answer(status, answer.headers, answer.body, time.time())
-    counted = GatewayVerification().judge_outcome(itself)
+    counted, _, _ = judge_attempt(itself, GatewayRecord())
     if not isinstance(counted, Failed):
         hint = "gateway.url, gateway.path and gateway.headers, if requests are answered so too"
         return Finding("ok", _WHERE, what, hint if status == 400 else "")
@@ -105,7 +105,7 @@ def judge_answer(answer: RawResponse, request_text: str, *, without_tls: bool) -
         level: Level = "failed" if itself.is_intermediary_error else "warning"
         return Finding(level, _WHERE, f"{request_text}: {itself.why}", _HINTS.get(status, _WHERE))
     # A running dispatcher returns such answers to the submitter once a request was answered with 2xx. Until
-    # then the address may belong to something that is no gateway (`GatewayVerification`).
+    # then the address may belong to something that is no gateway (`judge_attempt`).
     if status == 403:
         why = "it forbids that; requests that are answered so get it as their result once another got 2xx"
         return Finding("warning", _WHERE, f"{what}: {why}", "gateway.token_file, gateway.url, gateway.path")

@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from dispatcher.check.finding import Finding, Findings, Level
-from dispatcher.settings import EppSettings, PoolSettings, Settings
+from dispatcher.settings.model import PoolSettings, Settings
+from dispatcher.settings.signals import EppSettings
 from dispatcher.signals.kubernetes.cluster import ClusterAccess
 
 if TYPE_CHECKING:

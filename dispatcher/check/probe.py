@@ -16,7 +16,15 @@ from dataclasses import dataclass, replace
 
 from dispatcher.check.finding import Finding
 from dispatcher.check.ramp import OBSERVE_S, WHERE, PoolSample, ProbeEnd, Ramp, extract_counts
-from dispatcher.core.gateway.outcome import (
+from dispatcher.common.printable import escape_unprintable, truncate_text
+from dispatcher.gateway.contract import AttemptResult
+from dispatcher.gateway.http_gateway import HttpGateway
+from dispatcher.limit.allowance import Allowance
+from dispatcher.limit.budget import MAX_SERVER_METRICS_AGE_S, Reading, Reason
+from dispatcher.limit.limiter import Limiter
+from dispatcher.limit.load_ledger import LoadLedger
+from dispatcher.limit.picker_inference import FLUSH_S
+from dispatcher.requests.outcomes.outcome import (
     Delivered,
     Evicted,
     Failed,
@@ -27,16 +35,8 @@ from dispatcher.core.gateway.outcome import (
     Unreachable,
     describe_outcome,
 )
-from dispatcher.core.limit.allowance import Allowance
-from dispatcher.core.limit.budget import MAX_SERVER_METRICS_AGE_S, Reading, Reason
-from dispatcher.core.limit.limiter import Limiter
-from dispatcher.core.limit.load_ledger import LoadLedger
-from dispatcher.core.limit.picker_inference import FLUSH_S
-from dispatcher.core.printable import escape_unprintable, truncate_text
-from dispatcher.core.requests.request import Request
-from dispatcher.forward import HttpGateway
-from dispatcher.ports import AttemptResult
-from dispatcher.settings import Settings
+from dispatcher.requests.request import Request
+from dispatcher.settings.model import Settings
 from dispatcher.signals.kubernetes.cluster import ClusterAccess
 from dispatcher.signals.poller import Poller, SourcePoll
 from dispatcher.signals.readings import list_possible_signals

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING
 
 from dispatcher.check.addresses import Address, explain_all_unreachable, list_addresses
 from dispatcher.check.finding import Finding, Findings, Probe, make_known_probe
-from dispatcher.settings import SecretUrl, Settings
+from dispatcher.limit.health import describe_pause
+from dispatcher.queue.pool_identity import describe_different_pools
+from dispatcher.settings.model import Settings
+from dispatcher.settings.values import SecretUrl
 
 if TYPE_CHECKING:
     from dispatcher.queue.redis.server_report import ServerFacts, ServerReport
@@ -58,10 +61,10 @@ def _build_embedded_probe(settings: Settings) -> Probe:
 
 
 def _build_survey_probe(where: str, url: str, settings: Settings) -> Probe:
-    from dispatcher.ports import QueueUnavailableError
     from dispatcher.queue.keys import QueueNameError, QueueNames
     from dispatcher.queue.redis.connect import QueueUrlError
     from dispatcher.queue.redis.server_report import inspect_server
+    from dispatcher.requests.submission import QueueUnavailableError
 
     queue = settings.queue
 
@@ -77,7 +80,7 @@ def _build_survey_probe(where: str, url: str, settings: Settings) -> Probe:
 
 def _report_survey(where: str, name: str, surveyed_queue: ServerReport) -> Iterator[Finding]:
     server, counts = surveyed_queue.server, surveyed_queue.counts
-    shown = f"{server.name} {server.version}" if server else "a server that does not show its version"
+    shown = f"{server.name} {server.release}" if server else "a server that does not show its version"
     yield Finding("ok", where, f"{shown} answers in {surveyed_queue.ping_s * 1000:.1f} ms")
     if server is not None:
         yield from _find_server_problems(where, server)
@@ -86,18 +89,20 @@ def _report_survey(where: str, name: str, surveyed_queue: ServerReport) -> Itera
         yield Finding("warning", where, what, "docs/explanation/security.md")
     what = f"{counts.pending} pending, {counts.leased} leased, {counts.delayed} delayed, {counts.dead} dead"
     yield Finding("ok", "queue.name", f"{name}: {what}")
+    if what := describe_different_pools(surveyed_queue.pools):
+        yield Finding("warning", "queue.name", what, "a queue of its own for each pool")
     if surveyed_queue.paused is not None:
         by, why = surveyed_queue.paused
-        yield Finding("warning", "queue.name", f"paused by {by}: {why}", "batch-dispatcher resume")
+        yield Finding("warning", "queue.name", describe_pause(by, why), "batch-dispatcher resume")
 
 
 def _find_server_problems(where: str, server: ServerFacts) -> Iterator[Finding]:
-    from dispatcher.queue.redis.server_report import MIN_VERSIONS
+    from dispatcher.queue.redis.server_report import OLDEST_SERVERS
 
     if server.is_too_old:
-        least = ".".join(map(str, MIN_VERSIONS[server.name]))
+        least = ".".join(map(str, OLDEST_SERVERS[server.name]))
         yield Finding(
-            "failed", where, f"{server.name} {server.version} is too old: {least} or newer is needed"
+            "failed", where, f"{server.name} {server.release} is too old: {least} or newer is needed"
         )
     if server.is_replica:
         yield Finding("failed", where, "this is a replica: it takes no writes", "the primary, or Sentinel")

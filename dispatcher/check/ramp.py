@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from dispatcher.check.finding import Finding, Level
-from dispatcher.core.limit.budget import Reading, round_down
-from dispatcher.core.limit.capacity import CONFIRMATION_TOLERANCE, MIN_WAITING
+from dispatcher.limit.budget import Reading, round_down
+from dispatcher.limit.capacity import CONFIRMATION_TOLERANCE, MIN_WAITING
 from dispatcher.signals.readings import PerEndpointFrom
 
 WHERE = "budget.per_endpoint"

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Sequence
 
 from dispatcher.check.finding import Finding, Findings
-from dispatcher.core.limit.budget import Policy, Reading, Reason, compute_budget
-from dispatcher.core.limit.picker_inference import find_fitting_k
-from dispatcher.core.limit.poll import ReadFailure
-from dispatcher.settings import Settings
+from dispatcher.limit.budget import Policy, Reading, Reason, compute_budget
+from dispatcher.limit.picker_inference import find_fitting_k
+from dispatcher.limit.poll import ReadFailure
+from dispatcher.settings.model import Settings
 from dispatcher.signals.epp.series import Family, PoolView
 from dispatcher.signals.poller import SignalSource
 from dispatcher.signals.readings import PollReadings, derive_readings

@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dispatcher.check import kubernetes
 from dispatcher.check.addresses import Address, explain_all_unreachable, list_addresses
 from dispatcher.check.finding import Finding, Findings, Probe, make_known_probe
-from dispatcher.settings import SecretUrl, Settings
+from dispatcher.settings.model import Settings
+from dispatcher.settings.values import SecretUrl
 from dispatcher.signals.kubernetes.cluster import ClusterAccess
 
 _WHERE = "signals.epp.urls, signals.epp.service, signals.prometheus.url or signals.vllm"

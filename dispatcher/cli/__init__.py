@@ -6,9 +6,10 @@ Each verb is a function in its own module, and the module is imported only when 
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -16,76 +17,73 @@ from typer.core import TyperCommand, TyperGroup
 
 from dispatcher.cli.options import unfold_options
 from dispatcher.cli.terminal import is_json_output, print_error
+from dispatcher.features import import_modules
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """Entry of a verb in the list of all verbs."""
+
+    group: str
+    module: str
+    """Module that has a function with the name of the verb, or a `typer.Typer` for several such as `dead`. A
+    name without a dot is a module of dispatcher.cli."""
+    summary: str
+    """First paragraph of the help. The list of all verbs uses this copy because importing every verb takes
+    half a second. A test compares it with the help."""
+
+    @property
+    def path(self) -> str:
+        return self.module if "." in self.module else f"{__name__}.{self.module}"
+
 
 VERBS = {
-    "run": "dispatcher.cli.run",
-    "init": "dispatcher.cli.init",
-    "check": "dispatcher.cli.check",
-    "submit": "dispatcher.cli.submit",
-    "result": "dispatcher.cli.result",
-    "describe": "dispatcher.cli.describe",
-    "list": "dispatcher.cli.list_requests",
-    "peek": "dispatcher.cli.list_requests",
-    "results": "dispatcher.cli.result",
-    "status": "dispatcher.cli.status",
-    "explain": "dispatcher.cli.status",
-    "top": "dispatcher.cli.top",
-    "pause": "dispatcher.cli.pause",
-    "resume": "dispatcher.cli.pause",
-    "cancel": "dispatcher.cli.cancel",
-    "dead": "dispatcher.cli.dead",
-    "sequences": "dispatcher.cli.sequences",
-    "streams": "dispatcher.cli.streams",
-    "models": "dispatcher.cli.models",
-    "queue": "dispatcher.cli.queue",
-    "simulate": "dispatcher.cli.simulate",
-    "demo": "dispatcher.cli.demo",
-    "completion": "dispatcher.cli.completion",
-    "help": "dispatcher.cli.help",
-    "version": "dispatcher.cli.version",
+    "run": Verb("Run", "run", "Send requests from the queue into the idle capacity of the pool."),
+    "init": Verb("Run", "init", "Write a commented configuration, from options or from a few questions."),
+    "check": Verb("Run", "check", "Validate a configuration, print its settings, and try every connection."),
+    "simulate": Verb(
+        "Run", "simulate", "Try batch work on a pool in virtual time, before you install anything."
+    ),
+    "demo": Verb("Run", "demo", "Run a demonstration: a pool with realtime traffic, a queue, and a crash."),
+    "submit": Verb("Submit", "submit", "Submit one request and print its result."),
+    "result": Verb("Submit", "result", "Print the result of a request, or the results in a list."),
+    "cancel": Verb("Submit", "cancel", "Cancel requests, also those that run. The result is CANCELLED."),
+    "status": Verb(
+        "Inspect", "status", "Show the queue, and the gate, readings, rate and replicas of a dispatcher."
+    ),
+    "explain": Verb(
+        "Inspect", "status", "Explain in one paragraph why the dispatcher sends as much as it does."
+    ),
+    "top": Verb(
+        "Inspect", "status", "Watch the pool live: how its capacity is used, and how fast requests end."
+    ),
+    "list": Verb(
+        "Inspect",
+        "list_requests",
+        "List requests that run, wait or are dead, or the ones that are sent next.",
+    ),
+    "describe": Verb(
+        "Inspect", "describe", "Describe one request: its state, its attempts, and why it is not sent yet."
+    ),
+    "pause": Verb(
+        "Operate", "pause", "Stop all dispatchers of the queue from sending new requests, until `resume`."
+    ),
+    "resume": Verb("Operate", "pause", "Let the dispatchers send again."),
+    "dead": Verb("Operate", "dead", "Dead requests: put them back into the queue, or delete them."),
+    "queue": Verb("Operate", "queue", "The queue as a whole."),
 }
-"""Module of each verb, in the order in which the help lists the verbs.
+"""All verbs by name, in the order in which the help lists them.
 
-The module has a function with the name of the verb, or a `typer.Typer` for a group of verbs such as `dead`.
 The docstring of the function is the help of the verb. The examples below it come from `EXAMPLES` of the
 module, by `verb` or `group verb`. Keep heavy imports inside the function.
-"""
-SUMMARIES = {
-    "run": "Send requests from the queue into the free capacity of the pool, until SIGTERM.",
-    "init": "Write a commented configuration, from options or, on a terminal, from a few questions.",
-    "check": "Validate a configuration, print its settings, then try every connection and report what was "
-    "found.",
-    "submit": "Submit one request, wait for its result and print it, or submit a whole batch file.",
-    "result": "Print the result of a request, from the list of its id or from the default list of the queue.",
-    "describe": "Describe one request: its state, its place in the queue, its attempts, and why it is not "
-    "sent yet.",
-    "list": "List requests that run, that are in the queue, that wait for a retry, or that are dead.",
-    "peek": "Show the next requests, in order, and what holds them back.",
-    "results": "Show a result list, the oldest result first: as a table, or as JSON lines with --json or "
-    "--take.",
-    "status": "Show the queue, and the gate, readings, rate and replicas of the dispatcher that answers.",
-    "explain": "Explain in one paragraph why the dispatcher sends as much as it does.",
-    "top": "Watch the pool live: how its capacity is used, what waits, and how fast requests are done.",
-    "pause": "Stop all dispatchers of the queue from sending new requests, until `resume`. Requests that run "
-    "go on.",
-    "resume": "Let the dispatchers send again.",
-    "cancel": "Cancel requests or a sequence. The result is CANCELLED; connections in flight are closed.",
-    "dead": "Dead requests: requests in the dead-letter set, and why they are there.",
-    "sequences": "Sequences: requests that run in order, one at a time.",
-    "streams": "Named streams of the Python client.",
-    "models": "Models: which ones the pool serves, and which requests wait for them.",
-    "queue": "The queue as a whole.",
-    "simulate": "Try batch work on a pool in virtual time, before you install anything.",
-    "demo": "Run a demonstration: a pool with realtime traffic, a queue, a crash, and a verdict.",
-    "completion": "Print the script with which a shell completes verbs, options and files.",
-    "help": "Show the help of a verb.",
-    "version": "Print the version of the dispatcher and of the Python it runs on.",
-}
-"""First paragraph of the help of each verb, for the list of all verbs.
 
-The list uses these copies because importing every verb takes half a second. A test compares them with the
-help.
+Each feature declares its verbs in its module `verbs`, as group, module of its folder, and summary. They come
+last in their group, or replace a verb of the same name. These modules are imported with each call of the
+program, so they import nothing.
 """
+for _module in import_modules("verbs").values():
+    for _name, (_group, _file, _summary) in _module.VERBS.items():
+        VERBS[_name] = Verb(_group, f"{_module.__package__}.{_file}", _summary)
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """Base class of the errors for wrong usage (`UsageError`), which typer does not export."""
 
@@ -93,29 +91,30 @@ USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 class VerbGroup(TyperGroup):
     """Group of all verbs that imports only the module of the verb that is used.
 
-    The list of all verbs imports no module: it is made of `SUMMARIES`.
+    The list of all verbs, in the help and for completion, imports no module: it is made of `VERBS`.
     """
 
     _is_listing = False
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [verb for verb, module in VERBS.items() if importlib.util.find_spec(module) is not None]
+        return [*VERBS]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in self.list_commands(ctx):
+        if cmd_name not in VERBS:
             return None
         if self._is_listing:
-            return TyperCommand(cmd_name, help=SUMMARIES[cmd_name])
-        module = importlib.import_module(VERBS[cmd_name])
-        verb = getattr(module, cmd_name)
-        if not isinstance(verb, typer.Typer):
+            verb = VERBS[cmd_name]
+            return TyperCommand(cmd_name, help=verb.summary, rich_help_panel=verb.group)
+        module = importlib.import_module(VERBS[cmd_name].path)
+        found = getattr(module, cmd_name)
+        if not isinstance(found, typer.Typer):
             family = typer.Typer(add_completion=False)
-            family.command(cmd_name)(verb)
+            family.command(cmd_name)(found)
             # A Typer with one command is built as that command, without a group.
-            verb = family
-        for info in verb.registered_commands:
+            found = family
+        for info in found.registered_commands:
             info.callback = info.callback and unfold_options(info.callback)
-        command: Any = typer.main.get_command(verb)
+        command: Any = typer.main.get_command(found)
         command.name = cmd_name
         examples = getattr(module, "EXAMPLES", {})
         for name, subcommand in ((cmd_name, command), *_list_subcommands(command, cmd_name)):
@@ -131,10 +130,19 @@ class VerbGroup(TyperGroup):
         return command
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        # get_command() returns stubs with the summary while this is set.
+        with self._list_verbs():
+            super().format_help(ctx, formatter)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        with self._list_verbs():
+            return super().shell_complete(ctx, incomplete)
+
+    @contextmanager
+    def _list_verbs(self) -> Iterator[None]:
+        """Let `get_command` return stubs with the summary inside the block."""
         self._is_listing = True
         try:
-            super().format_help(ctx, formatter)
+            yield
         finally:
             self._is_listing = False
 
@@ -178,9 +186,9 @@ def _print_usage_errors_as_json() -> Iterator[None]:
 
 def _print_version(is_requested: bool) -> None:
     if is_requested:
-        from dispatcher.cli.version import version
+        from dispatcher import __version__
 
-        version()
+        typer.echo(f"batch-dispatcher {__version__} (Python {platform.python_version()})")
         raise typer.Exit
 
 
@@ -188,7 +196,6 @@ app = typer.Typer(
     name="batch-dispatcher",
     cls=VerbGroup,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,  # its tracebacks show local variables: secrets among them
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -201,7 +208,7 @@ def _define_global_options(
         typer.Option("--version", "-V", callback=_print_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Fills the free capacity of LLM inference pools with batch requests.
+    """Fills the idle capacity of LLM inference pools with batch requests.
 
     Without --config a verb uses $BATCH_DISPATCHER_CONFIG, ./config.yaml, or
     ~/.config/batch-dispatcher/config.yaml.

@@ -11,11 +11,10 @@ from urllib.parse import urlsplit
 
 from dispatcher import USER_AGENT
 from dispatcher.check.plain_http import RawResponse, send_get
-from dispatcher.core.network_errors import describe_error
-from dispatcher.settings import AdminSettings
-from dispatcher.settings.watched_files import TokenFileError, read_token
+from dispatcher.common.network_errors import describe_error
 
 if TYPE_CHECKING:
+    from dispatcher.settings.model import AdminSettings
     from dispatcher.telemetry.status import Status
 
 TIMEOUT_S = 2.0
@@ -145,6 +144,8 @@ async def _fetch_page(address: AdminAddress, path: str) -> RawResponse | StatusP
     """Return the answer of the admin port, or the reason why there is none."""
     token = ""
     if address.token_file:
+        from dispatcher.settings.watched_files import TokenFileError, read_token
+
         try:
             token = read_token(address.token_file)
         except TokenFileError as error:

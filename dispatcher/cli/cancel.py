@@ -1,4 +1,4 @@
-"""`batch-dispatcher cancel`: cancel requests by id or by label, or a whole sequence."""
+"""`batch-dispatcher cancel`: cancel requests by id or by label."""
 
 from __future__ import annotations
 
@@ -19,53 +19,49 @@ from dispatcher.cli.connection import (
 )
 from dispatcher.cli.find_requests import explain_no_dispatcher, find_by_id, find_matching, match_labels
 from dispatcher.cli.terminal import exit_error, print_error, print_lines, print_warning
-from dispatcher.core.requests.found_request import RequestLocation
+from dispatcher.requests.found_request import RequestLocation
 
 if TYPE_CHECKING:
-    from dispatcher.core.requests.found_request import FoundRequest
-    from dispatcher.core.requests.request import Rejection, Request
     from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
+    from dispatcher.requests.found_request import FoundRequest
+    from dispatcher.requests.request import Rejection, Request
 
 EXAMPLES = {
     "cancel": [
         "batch-dispatcher cancel r-1 r-2",
         "batch-dispatcher cancel --label job=nightly",
-        "batch-dispatcher cancel --sequence chat-7",
     ]
 }
+RequestIds = Annotated[list[str] | None, typer.Argument(metavar="ID...", help="The requests' ids.")]
 _CANCELLED = "cancelled"
 _NOT_FOUND = "neither in the queue nor running: it has ended, or the id is of another queue"
 
 
 def cancel(
-    request_ids: Annotated[
-        list[str] | None, typer.Argument(metavar="ID...", help="The requests' ids.")
-    ] = None,
+    request_ids: RequestIds = None,
     label: Labels = None,
-    sequence: Annotated[
-        str, typer.Option("--sequence", metavar="ID", help="All that was submitted of this sequence.")
-    ] = "",
     *,
     where: QueueOptions,
     json_output: Json = False,
 ) -> None:
-    """Cancel requests or a sequence. The result is CANCELLED; connections in flight are closed.
+    """Cancel requests, also those that run. The result is CANCELLED.
 
-    A cancelled sequence ends, together with all requests that were submitted for it until now, whether a
-    dispatcher has claimed them or not. Requests that are submitted later start it again. Exit code 1 if a
-    request or the sequence has ended, is not known or was submitted without a token, if no request has the
-    label, or if the queue is empty.
+    Connections in flight are closed. Exit code 1 if a request has ended, is not known or was submitted
+    without a token, if no request has the label, or if the queue is empty.
     """
     labels = parse_pairs("--label", label)
-    if [bool(request_ids), bool(labels), bool(sequence)].count(True) != 1:
-        raise exit_error("give ids, or --label name=value, or --sequence ID", 2)
-    target = find_queue(where)
-    if sequence:
-        _cancel_sequence(target, sequence, as_json=json_output)
-        return
+    if bool(request_ids) == bool(labels):
+        raise exit_error("give ids, or --label name=value", 2)
+    cancel_requests(find_queue(where), request_ids or (), labels, json_output=json_output)
+
+
+def cancel_requests(
+    target: QueueTarget, request_ids: Sequence[str], labels: Sequence[tuple[str, str]], *, json_output: bool
+) -> None:
+    """Cancel requests by their ids, or by labels if there are any. Exits with 1 if some are not cancelled."""
 
     async def cancel_at_queue(admin: RedisQueueAdmin) -> tuple[dict[str, str], str]:
-        return await _cancel_requests(admin, request_ids or (), labels), await explain_no_dispatcher(admin)
+        return await _cancel_requests(admin, request_ids, labels), await explain_no_dispatcher(admin)
 
     outcomes, no_dispatcher = run_with_admin(target, cancel_at_queue)
     cancelled_ids = [request_id for request_id, outcome in outcomes.items() if outcome == _CANCELLED]
@@ -79,7 +75,7 @@ def cancel(
             )
         )
     elif labels and not outcomes:
-        print_error(f"no request in {target.names.queue} has {' and '.join(label or ())}")
+        print_error(f"no request in {target.names.queue} has {' and '.join(map('='.join, labels))}")
     elif labels:
         print_lines(f"{len(cancelled_ids)} {'is' if len(cancelled_ids) == 1 else 'are'} being cancelled")
     else:
@@ -107,32 +103,6 @@ async def _cancel_requests(
         if found_request.location is not RequestLocation.DEAD and parsed.id:
             outcomes[parsed.id] = await _cancel_found(admin, found_request, parsed)
     return outcomes
-
-
-def _cancel_sequence(target: QueueTarget, sequence: str, *, as_json: bool) -> None:
-    async def cancel_at_queue(admin: RedisQueueAdmin) -> int | None:
-        state = await admin.get_sequence(sequence)
-        if await admin.cancel_sequence(sequence) and state is not None:
-            return state.waiting_count + (state.next_entry is not None)
-        # Unclaimed requests may still belong to the sequence: the queue learns it when they are claimed.
-        counts = await admin.count_requests()
-        return 0 if counts.pending or counts.leased or counts.delayed else None
-
-    count = run_with_admin(target, cancel_at_queue)
-    if as_json:
-        summary = {"sequence": sequence, "cancelled": count is not None, "requests": count or 0}
-        typer.echo(json.dumps(summary))
-    elif count is None:
-        print_error(f"{sequence}: nothing waits in {target.names.queue}")
-    else:
-        print_lines(
-            f"{sequence} is being cancelled, with {count:,} {'request' if count == 1 else 'requests'} so far"
-        )
-        print_error(
-            "what of it waits to be claimed is cancelled as well, when a dispatcher claims it", fg=None
-        )
-    if count is None:
-        raise typer.Exit(1)
 
 
 async def _cancel_by_id(admin: RedisQueueAdmin, request_id: str) -> str:

@@ -13,13 +13,16 @@ import typer
 
 from dispatcher.check import settings as of_settings
 from dispatcher.check.connections import check_connections
+from dispatcher.check.feature_check import list_feature_checks
 from dispatcher.check.finding import Finding
 from dispatcher.cli.admin_client import StatusProblem, fetch_status, parse_admin_address
 from dispatcher.cli.connection import Config, Json, find_config_path
 from dispatcher.cli.terminal import print_error, print_json, print_lines, print_note
-from dispatcher.settings import Problem, Settings, load_settings
 from dispatcher.settings.effective import render_lines, select_explicit
 from dispatcher.settings.effective import settings_as_json as settings_as_json
+from dispatcher.settings.load import load_settings
+from dispatcher.settings.model import Settings
+from dispatcher.settings.yaml_source import Problem
 
 if TYPE_CHECKING:
     from dispatcher.check.probe import ProbePlan
@@ -72,7 +75,7 @@ def check(
     ] = 256,
     json_output: Json = False,
 ) -> None:
-    """Validate a configuration, print its settings, then try every connection and report what was found.
+    """Validate a configuration, print its settings, and try every connection.
 
     Secrets are masked, and values from the environment are marked. Nothing is taken from the queue, and
     without --probe nothing is sent to a model. The last line is the verdict.
@@ -80,7 +83,8 @@ def check(
     With --probe real requests are sent through the gateway, more and more at once, until some have to wait.
     This measures how many requests the pool runs at once, for budget.per_endpoint. The probe sends nothing
     while a dispatcher runs on this configuration or others use the pool, and it cancels all its requests at
-    its end.
+    its end. Then the model is checked for slices, as the dispatcher does before it slices. If a dispatcher
+    runs, its own results are shown.
 
     Exit code 2: the configuration is wrong; 1: a file that it names cannot be read, or, with --strict, a
     connection failed. Without --strict a failed connection is reported but does not fail the check, because a
@@ -110,7 +114,6 @@ def check(
 
     for finding in (
         *of_settings.find_doubts(settings),
-        *of_settings.report_derived_settings(settings),
         *of_settings.check_files(settings),
     ):
         report(finding)
@@ -118,7 +121,7 @@ def check(
         asyncio.run(check_connections(settings, report))
         dispatcher_runs = _report_running_dispatcher(settings, report)
         if plan is not None:
-            report(_run_probe(settings, plan, dispatcher_runs=dispatcher_runs))
+            _run_probe(settings, plan, report, dispatcher_runs=dispatcher_runs)
     # Without --strict only files count: the servers may be out of reach from where the check runs.
     failed = [finding.where for finding in findings if finding.level == "failed"]
     ok = not failed if strict else not any(where.endswith(of_settings.FILE_ENDINGS) for where in failed)
@@ -146,6 +149,9 @@ def _report_running_dispatcher(settings: Settings, report: Callable[[Finding], N
         return False
     if status.budget.reserve_problem:
         report(Finding("warning", "budget.reserve", status.budget.reserve_problem))
+    for check in list_feature_checks():
+        for finding in check.report_status(status):
+            report(finding)
     return True
 
 
@@ -163,8 +169,10 @@ def _make_probe_plan(settings: Settings, model_name: str, seconds: float, max_in
     return ProbePlan(model_name or model_names[0], seconds, max_in_flight)
 
 
-def _run_probe(settings: Settings, plan: ProbePlan, *, dispatcher_runs: bool) -> Finding:
-    """Run the probe. Return what it measured, or why it sent nothing."""
+def _run_probe(
+    settings: Settings, plan: ProbePlan, report: Callable[[Finding], None], *, dispatcher_runs: bool
+) -> None:
+    """Run the probe. Report what it measured, or why it sent nothing."""
     from dispatcher.check.probe import measure_capacity
     from dispatcher.check.ramp import WHERE
 
@@ -172,9 +180,16 @@ def _run_probe(settings: Settings, plan: ProbePlan, *, dispatcher_runs: bool) ->
         message = (
             "a dispatcher runs on this configuration, and the two would measure each other: nothing was sent"
         )
-        return Finding("warning", WHERE, message, "stop the dispatcher for the time of the probe")
+        report(Finding("warning", WHERE, message, "stop the dispatcher for the time of the probe"))
+        return
     print_note(f"--probe: sending real requests to the model {plan.model} for up to {plan.duration_s:g} s")
-    return asyncio.run(measure_capacity(settings, plan))
+    capacity = asyncio.run(measure_capacity(settings, plan))
+    report(capacity)
+    # Another level means that others use the pool, or that it does not answer.
+    if capacity.level == "ok":
+        for check in list_feature_checks():
+            for finding in asyncio.run(check.probe_model(settings, plan.model, plan.duration_s)):
+                report(finding)
 
 
 def _print_settings(settings: Settings, source: str, *, everything: bool) -> None:

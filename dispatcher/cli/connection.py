@@ -18,14 +18,16 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from dispatcher.cli.terminal import exit_error, print_error, print_warning
-from dispatcher.core.duration import parse_duration
+from dispatcher.common.duration import parse_duration
 from dispatcher.queue.embedded import running_url
 from dispatcher.queue.keys import QueueNameError, QueueNames, parse_default_pool
-from dispatcher.settings import AdminSettings, Problem, Settings, load_client_settings, load_settings
-from dispatcher.settings.yaml_source import ENV_PREFIX
 
+# The settings and the client of Redis take long to import, which completion and --help do not need: they are
+# imported only when they are used.
 if TYPE_CHECKING:
     from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
+    from dispatcher.settings.model import AdminSettings, Settings
+    from dispatcher.settings.yaml_source import Problem
 
 T = TypeVar("T")
 
@@ -180,6 +182,8 @@ def find_config_path(given: Path | None, environ: Mapping[str, str] = os.environ
 
     Exits with 2 if there is no configuration.
     """
+    from dispatcher.settings.yaml_source import ENV_PREFIX
+
     if given is not None:
         return given
     if path_in_environ := environ.get(CONFIG):
@@ -208,6 +212,9 @@ def require_settings(config: Path | None) -> Settings:
 
     Prints the problems and exits with 2 if they are invalid.
     """
+    from dispatcher.settings.load import load_settings
+    from dispatcher.settings.model import Settings
+
     settings = load_settings(config, os.environ)
     if isinstance(settings, Settings):
         return settings
@@ -220,6 +227,9 @@ def locate_queue(config: Path | None, url: str, queue: str, pool: str = "") -> Q
 
     Exits with 2 if nothing is named.
     """
+    from dispatcher.settings.load import load_client_settings
+    from dispatcher.settings.model import AdminSettings, Settings
+
     environ = os.environ
     # The environment counts only if no option names a file or a URL.
     if config is None and not url:
@@ -299,12 +309,11 @@ def run_with_admin(target: QueueTarget, action: Callable[[RedisQueueAdmin], Awai
 
     Prints the error and exits with 1 if the queue cannot be reached, or with 2 if its URL is invalid.
     """
-    # The client of Redis is slow to import: it is loaded only when the queue is used.
     import asyncio
 
-    from dispatcher.ports import QueueUnavailableError
     from dispatcher.queue.redis.connect import QueueUrlError, connect
     from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
+    from dispatcher.requests.submission import QueueUnavailableError
 
     async def run_action() -> T:
         admin = RedisQueueAdmin(connect(target.url), target.names)
@@ -325,8 +334,8 @@ def run_with_admin(target: QueueTarget, action: Callable[[RedisQueueAdmin], Awai
 
 async def suggest_other_queues(admin: RedisQueueAdmin) -> None:
     """Print which other queues exist if the default queue does not exist."""
-    from dispatcher.ports import QueueUnavailableError
     from dispatcher.queue.redis.server_report import MAX_SCANNED_KEYS, find_other_queues
+    from dispatcher.requests.submission import QueueUnavailableError
 
     try:
         survey = await find_other_queues(admin)

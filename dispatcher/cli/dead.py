@@ -1,28 +1,28 @@
-"""`batch-dispatcher dead list|show|requeue|purge`: requests in the dead-letter set."""
+"""`batch-dispatcher dead requeue|purge`: what becomes of requests in the dead-letter set.
+
+`list --state dead` lists them, and `describe` shows one.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dispatcher.cli.connection import Deadline, Json, QueueOptions, QueueTarget, find_queue, run_with_admin
-from dispatcher.cli.terminal import exit_error, format_table, print_error, print_json, print_lines
-from dispatcher.core.duration import parse_duration
-from dispatcher.core.requests.request import parse_member
+from dispatcher.cli.list_requests import AgeFilter, ReasonFilter, parse_dead_filter
+from dispatcher.cli.terminal import exit_error, print_error, print_json, print_lines
+from dispatcher.requests.request import parse_member
 
 if TYPE_CHECKING:
-    from dispatcher.ports import DeadRequest
+    from dispatcher.queue.admin_contract import DeadRequest
     from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 
 EXAMPLES = {
-    "dead list": ["batch-dispatcher dead list --reason 'out of memory'"],
-    "dead show": ["batch-dispatcher dead show r-1"],
     "dead requeue": [
         "batch-dispatcher dead requeue r-1 r-2",
         "batch-dispatcher dead requeue --all --deadline 1d",
@@ -32,21 +32,16 @@ EXAMPLES = {
 dead = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
-    help="Dead requests: requests in the dead-letter set, and why they are there.",
+    help="Dead requests: put them back into the queue, or delete them.",
 )
 
-DeadName = Annotated[
-    str, typer.Argument(metavar="ID", help="The request's id, or the number that `dead list` shows.")
-]
 DeadNames = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[ID]...", help="Ids of requests, or the numbers that `dead list` shows."),
+    typer.Argument(
+        metavar="[ID]...", help="Ids of requests, or the entry numbers that `list --state dead --json` shows."
+    ),
 ]
 AllOption = Annotated[bool, typer.Option("--all", help="All dead requests.")]
-ReasonFilter = Annotated[str, typer.Option("--reason", help="Only requests whose reason contains this text.")]
-AgeFilter = Annotated[
-    str, typer.Option("--older", help="Only requests that died longer ago than this: 30m, 2h, 7d.")
-]
 _PAGE_SIZE = 500
 """Number of dead requests that are read with one call."""
 _MAX_NAMES_SHOWN = 5
@@ -61,14 +56,14 @@ class _Selection:
 
     names: frozenset[str] = frozenset()
     """Numbers of dead requests, or ids. A name is an id if no dead request has that number."""
-    reason: str = ""
-    min_age_s: float = 0.0
+    is_wanted: Callable[[str, float], bool] | None = None
+    """Filter of reason and time of death. `None` if there is none."""
 
-    async def select_dead(self, admin: RedisQueueAdmin, after: int = 0) -> AsyncIterator[DeadRequest]:
+    async def select_dead(self, admin: RedisQueueAdmin) -> AsyncIterator[DeadRequest]:
         numbered = {
             name: dead_request
             for name in self.names
-            if (dead_request := await _find_by_number(admin, name)) is not None
+            if (dead_request := await find_dead_by_number(admin, name)) is not None
         }
         ids = self.names - numbered.keys()
         entries = {dead_request.entry_id for dead_request in numbered.values()}
@@ -77,6 +72,7 @@ class _Selection:
                 if self._matches_filters(dead_request):
                     yield dead_request
             return
+        after = 0
         while page := await admin.list_dead(_PAGE_SIZE, after):
             for dead_request in page:
                 is_named = (
@@ -99,98 +95,19 @@ class _Selection:
             return f"not among the dead: {', '.join(missing[:_MAX_NAMES_SHOWN])}{more}"
         if selected:
             return ""
-        return "no dead request fits" if self.reason or self.min_age_s else "no dead"
+        return "no dead request fits" if self.is_wanted else "no dead"
 
     def _matches_filters(self, dead_request: DeadRequest) -> bool:
-        # An empty reason is contained in all reasons, and an age of 0 is reached by all requests.
-        return (
-            self.reason.lower() in dead_request.reason.lower()
-            and dead_request.died_at <= time.time() - self.min_age_s
-        )
+        return self.is_wanted is None or self.is_wanted(dead_request.reason, dead_request.died_at)
 
 
-async def _find_by_number(admin: RedisQueueAdmin, name: str) -> DeadRequest | None:
+async def find_dead_by_number(admin: RedisQueueAdmin, name: str) -> DeadRequest | None:
     """Return the dead request with this entry number, or `None` if there is none."""
     if not name.isdecimal() or len(name) > _MAX_NUMBER_DIGITS:
         return None
     # The list begins behind the given number.
     page = await admin.list_dead(1, int(name) - 1)
     return page[0] if page and page[0].entry_id == int(name) else None
-
-
-@dead.command("list")
-def list_dead(
-    reason: ReasonFilter = "",
-    older: AgeFilter = "",
-    max_count: Annotated[
-        int, typer.Option("--most", "-n", metavar="N", min=1, help="Most requests to show.")
-    ] = 100,
-    after: Annotated[int, typer.Option(help="Only requests with a higher number.")] = 0,
-    *,
-    where: QueueOptions,
-    json_output: Json = False,
-) -> None:
-    """List dead requests: number, time, id and reason."""
-    selection = _make_selection(None, reason, older)
-    target = find_queue(where)
-
-    async def read_dead(admin: RedisQueueAdmin) -> tuple[list[DeadRequest], int]:
-        dead_requests: list[DeadRequest] = []
-        async for dead_request in selection.select_dead(admin, after):
-            dead_requests.append(dead_request)
-            if len(dead_requests) == max_count:
-                break
-        return dead_requests, (await admin.count_requests()).dead
-
-    dead_requests, count = run_with_admin(target, read_dead)
-    json_rows = [_dead_as_json(dead_request) for dead_request in dead_requests]
-    if json_output:
-        print_json(json_rows)
-    elif json_rows:
-        rows = [
-            [
-                str(dead_request["entry"]),
-                dead_request["died_at"],
-                dead_request["id"] or "(unreadable)",
-                dead_request["reason"],
-            ]
-            for dead_request in json_rows
-        ]
-        print_lines(*format_table(["NUMBER", "DIED", "ID", "REASON"], rows))
-    else:
-        print_error(
-            f"{target.names.queue}: none of {count} dead" if count else f"{target.names.queue}: no dead",
-            fg=None,
-        )
-    if not json_output and len(dead_requests) == max_count and count > max_count:
-        print_error(
-            f"{max_count:,} of {count:,}; --most or --after {dead_requests[-1].entry_id} shows more", fg=None
-        )
-
-
-@dead.command()
-def show(which: DeadName, where: QueueOptions, json_output: Json = False) -> None:
-    """Show one dead request in full as JSON, with the results that are stored under its id.
-
-    With --json it is printed on one line. Exit code 1: the request is not dead.
-    """
-    from dispatcher.cli.find_requests import find_results, result_as_json
-    from dispatcher.core.requests.result import decode_result
-
-    async def read_dead_request(admin: RedisQueueAdmin) -> dict[str, Any] | None:
-        async for dead_request in _Selection(frozenset({which})).select_dead(admin):
-            description = {
-                **_dead_as_json(dead_request),
-                "member": dead_request.member.decode(errors="replace"),
-            }
-            results = await find_results(admin, description["id"]) if description["id"] else []
-            return {**description, "results": [result_as_json(decode_result(encoded)) for encoded in results]}
-        return None
-
-    description = run_with_admin(find_queue(where), read_dead_request)
-    if description is None:
-        raise exit_error(f"{which}: not among the dead")
-    print_json(description, indent=None if json_output else 2)
 
 
 @dead.command()
@@ -308,30 +225,8 @@ def _confirm_purge(question: str) -> None:
         raise typer.Exit(1)
 
 
-def _dead_as_json(dead_request: DeadRequest) -> dict[str, Any]:
-    return {
-        "entry": dead_request.entry_id,
-        "id": parse_member(dead_request.member).id,
-        "reason": dead_request.reason,
-        "died_at": datetime.fromtimestamp(dead_request.died_at, UTC).isoformat(timespec="seconds"),
-        "deliveries": dead_request.deliveries,
-        "failed_attempts": dead_request.failed_attempts,
-        "refusals": dead_request.refusals,
-    }
-
-
-def _make_selection(
-    which: list[str] | None, reason: str, older: str, *, everything: bool | None = None
-) -> _Selection:
-    """Return the selection that the options describe. Exits with 2 if they are contradictory.
-
-    `everything`: value of --all, or `None` if the verb does not require a selection.
-    """
-    given_options = [bool(which), bool(reason or older), bool(everything)]
-    if everything is not None and (sum(given_options) != 1):
+def _make_selection(which: list[str] | None, reason: str, older: str, *, everything: bool) -> _Selection:
+    """Return the selection that the options describe. Exits with 2 if they are contradictory."""
+    if [bool(which), bool(reason or older), everything].count(True) != 1:
         raise exit_error("give ids or numbers, or --reason or --older, or --all", 2)
-    try:
-        return _Selection(frozenset(which or ()), reason, parse_duration(older) if older else 0.0)
-    except ValueError as error:
-        print_error(f"--older: {error}")
-        raise typer.Exit(2) from error
+    return _Selection(frozenset(which or ()), parse_dead_filter(reason, older))

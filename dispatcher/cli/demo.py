@@ -22,9 +22,10 @@ def demo(
     ] = 300,
     json_output: Json = False,
 ) -> None:
-    """Run a demonstration: a pool with realtime traffic, a queue, a crash, and a verdict.
+    """Run a demonstration: a pool with realtime traffic, a queue, and a crash.
 
-    Everything runs on this machine and is removed afterwards. Exit code 1: a check of the verdict failed.
+    It ends with a verdict. Everything runs on this machine and is removed afterwards. Exit code 1: a check of
+    the verdict failed.
     """
     import asyncio
 

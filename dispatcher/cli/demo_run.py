@@ -24,12 +24,12 @@ import aiohttp
 
 from dispatcher.cli import bar
 from dispatcher.client import BatchClient, Item
-from dispatcher.core.requests.result import decode_result
-from dispatcher.ports import QueueUnavailableError
 from dispatcher.queue.embedded import running_url
 from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
+from dispatcher.requests.result import decode_result
+from dispatcher.requests.submission import QueueUnavailableError
 from dispatcher.telemetry.status import Status, decode_status
 
 QUEUE_NAMES = QueueNames("batch:{demo}:requests", "batch:{demo}:results")
@@ -199,7 +199,7 @@ async def _run_with_batch(
                 dispatcher.send_signal(signal.SIGKILL)
                 await dispatcher.wait()
                 await admin.aclose()
-                report("SIGKILL: the dispatcher is gone, with what it held. It is started again.")
+                report("SIGKILL: the dispatcher died with requests in flight. It is started again.")
                 dispatcher = await _start_dispatcher(config, data)
                 dispatchers.append(dispatcher)
                 # The embedded server ended with the killed dispatcher: connect to the new one.

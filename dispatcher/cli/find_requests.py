@@ -12,8 +12,11 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from dispatcher.cli.admin_client import StatusProblem, fetch_status, parse_admin_address
-from dispatcher.core.duration import format_duration, format_time_until
-from dispatcher.core.requests.found_request import (
+from dispatcher.cli.request_notes import ParsedRequest, RequestNotes
+from dispatcher.common.duration import format_duration, format_time_until
+from dispatcher.features import import_modules
+from dispatcher.limit.health import describe_pause
+from dispatcher.requests.found_request import (
     QUEUED_LOCATIONS,
     FoundRequest,
     LookupPage,
@@ -21,17 +24,15 @@ from dispatcher.core.requests.found_request import (
     SearchTerms,
     encode_spellings,
 )
-from dispatcher.core.requests.oversize import parse_cut_size
-from dispatcher.core.requests.request import (
-    SLICING_ATTRIBUTE,
-    SLICING_OFF,
+from dispatcher.requests.oversize import parse_cut_size
+from dispatcher.requests.request import (
+    ONE_CALL,
     Rejection,
     Request,
     parse_member,
 )
-from dispatcher.core.requests.result import PoppedResult, decode_result
-from dispatcher.core.requests.score import PRIORITIES, PRIORITY_STEP
-from dispatcher.core.sequences.turns import SequenceStatus, Turn
+from dispatcher.requests.result import PoppedResult, decode_result
+from dispatcher.requests.score import PRIORITIES, PRIORITY_STEP
 
 if TYPE_CHECKING:
     from dispatcher.cli.connection import QueueTarget
@@ -42,7 +43,10 @@ MAX_SEARCHED = 200_000
 MAX_RESULTS_SEARCHED = 20_000
 """Largest number of results of the shared list that are searched for one id."""
 _PAGE_SIZE = 500
-ParsedRequest = Request | Rejection
+FEATURE_NOTES: tuple[RequestNotes, ...] = tuple(
+    module.NOTES for module in import_modules("request_notes").values()
+)
+"""Notes of all features, in their order."""
 
 
 async def iterate_pages(read_page: Callable[[str], Any]) -> AsyncIterator[LookupPage]:
@@ -214,11 +218,14 @@ def request_as_json(
         "died_at": found_request.at if found_request.location is RequestLocation.DEAD else None,
         "reason": (found_request.reason or None) if found_request.location is RequestLocation.DEAD else None,
         "last_attempt": last_attempt_outcome(found_request) or None,
-        "endpoint": (request.endpoint or None) if request else None,
+        "path": (request.endpoint or None) if request else None,
         "result_list": parsed.results or None,
         "labels": dict(request.labels) if request else {},
-        "sequence": None if parsed.sequence is None else parsed.sequence.id,
-        "missing_model": found_request.missing_model or None,
+        **{
+            name: value
+            for notes in FEATURE_NOTES
+            for name, value in notes.get_json_fields(found_request, parsed).items()
+        },
         "cancellable": bool(parsed.token) and found_request.location is not RequestLocation.DEAD,
         "being_cancelled": is_being_cancelled,
         "bytes": count_member_bytes(found_request),
@@ -272,7 +279,7 @@ async def describe_gate(target: QueueTarget, admin: RedisQueueAdmin) -> str:
 
     # A pause is stored in the queue and holds whether a dispatcher answers or not.
     if (pause := await admin.read_pause()) is not None:
-        return render.format_pause(*pause)
+        return describe_pause(*pause)
     if (address := parse_admin_address(target.admin)) is None:
         unknown = "not known: only a configuration says where a dispatcher can be asked"
         return await explain_no_dispatcher(admin) or unknown
@@ -291,8 +298,9 @@ def describe_progress(found_request: FoundRequest) -> str:
     """
     has_attempts = found_request.attempts or found_request.refusals
     attempts = f", after {format_attempts(found_request)}" if has_attempts else ""
-    if found_request.location is RequestLocation.WAITING_FOR_MODEL:
-        return f"{_explain_missing_model(found_request)}{attempts}"
+    for notes in FEATURE_NOTES:
+        if progress := notes.describe_progress(found_request):
+            return f"{progress}{attempts}"
     if last := last_attempt_outcome(found_request):
         attempts += f", the last{'' if has_attempts else ' attempt'}: {last}"
     match found_request.location:
@@ -307,45 +315,15 @@ def describe_progress(found_request: FoundRequest) -> str:
             return ""
 
 
-def _explain_missing_model(found_request: FoundRequest) -> str:
-    """Return why the model that a request waits for cannot be used, as a dispatcher recorded it."""
-    return last_attempt_outcome(found_request) or f"its model {found_request.missing_model!r} is not served"
+async def explain_obstacle(admin: RedisQueueAdmin, found_request: FoundRequest, parsed: ParsedRequest) -> str:
+    """Return the first clause of a sentence that says what a request waits for in a feature.
 
-
-async def describe_turn(admin: RedisQueueAdmin, found_request: FoundRequest, parsed: ParsedRequest) -> str:
-    """Return what a request waits for before its turn in its sequence.
-
-    Empty if it does not wait for a turn.
+    Empty if it waits for nothing but the gate.
     """
-    if found_request.location is not RequestLocation.SEQUENCED or parsed.sequence is None:
-        return ""
-    base = f"its turn in the sequence {parsed.sequence.id}"
-    if (sequence := await admin.get_sequence(parsed.sequence.id)) is None:
-        return base
-    # Only the first waiting requests of a sequence are listed.
-    index = next((index for index, entry in sequence.waiting_requests if entry == found_request.entry), None)
-    sentence = base if index is None else f"{base}, where it has index {index}"
-    if sequence.status is SequenceStatus.HELD:
-        cause = f": {sequence.cause}" if sequence.cause else ""
-        return f"{sentence}; that is held until an operator releases or aborts it{cause}"
-    if sequence.status is SequenceStatus.PARKED:
-        of_model = f", or of the max_active for {sequence.override}," if sequence.override else ""
-        return (
-            f"{sentence}; that is parked: it begins when one of the sequences.max_active{of_model} that are "
-            "alive has ended"
-        )
-    if sequence.next_entry is not None:
-        ids = await admin.read_request_ids([sequence.next_entry])
-        return (
-            f"{sentence}, behind {ids.get(sequence.next_entry, f'entry {sequence.next_entry}')}, which "
-            "has it now"
-        )
-    if sequence.gap_since is not None:
-        return (
-            f"{sentence}; index {sequence.expected_index} is missing for "
-            f"{format_duration(time.time() - sequence.gap_since)}"
-        )
-    return sentence
+    for notes in FEATURE_NOTES:
+        if clause := await notes.explain_obstacle(admin, found_request, parsed):
+            return clause
+    return ""
 
 
 def explain_wait(
@@ -354,9 +332,9 @@ def explain_wait(
     ahead: int | None,
     gate: str,
     now: float,
-    turn: str = "",
+    obstacle: str = "",
 ) -> str:
-    """Return in one sentence why a request is not answered yet. `turn`: result of `describe_turn`."""
+    """Return in one sentence why a request is not answered yet. `obstacle`: result of `explain_obstacle`."""
     if found_request.location is RequestLocation.DEAD:
         return f"it was set aside: {found_request.reason}"
     # Before the states below: a request past its deadline is not sent any more, whatever it waits for.
@@ -374,10 +352,8 @@ def explain_wait(
             "it waits for its next attempt, which is due "
             f"{format_time_until(found_request.at or now, now)}; the gate: {gate}"
         )
-    if turn:
-        return f"it waits for {turn}; the gate: {gate}"
-    if found_request.location is RequestLocation.WAITING_FOR_MODEL:
-        return f"it waits, because {_explain_missing_model(found_request)}; the gate: {gate}"
+    if obstacle:
+        return f"{obstacle}; the gate: {gate}"
     position = format_ahead(ahead)
     # A suspect runs apart from other suspects, because it may be what ended the dispatchers.
     suspect_note = (
@@ -420,24 +396,24 @@ def explain_cancelling(found_request: FoundRequest, because: str) -> str:
 
 
 def format_note(
-    found_request: FoundRequest, now: float, sequence: Turn | None = None, *, is_being_cancelled: bool = False
+    found_request: FoundRequest, parsed: ParsedRequest, now: float, *, is_being_cancelled: bool = False
 ) -> str:
     """Return the note on a request in a table."""
     if is_being_cancelled:
-        return ", ".join(filter(None, ("is being cancelled", format_note(found_request, now, sequence))))
+        return ", ".join(filter(None, ("is being cancelled", format_note(found_request, parsed, now))))
+    for notes in FEATURE_NOTES:
+        if note := notes.format_note(found_request, parsed):
+            return note
     match found_request.location:
         case RequestLocation.LEASED:
             return f"at {found_request.owner}"
         case RequestLocation.DELAYED:
             return f"due {format_time_until(found_request.at or now, now)}"
         case RequestLocation.DEAD:
-            return found_request.reason
+            died = "" if found_request.at is None else f"died {format_time_until(found_request.at, now)}: "
+            return f"{died}{found_request.reason}"
         case RequestLocation.SUSPECT:
             return f"{found_request.deaths} owners died holding it"
-        case RequestLocation.SEQUENCED:
-            return "waits for its turn" + ("" if sequence is None else f" in {sequence.id}")
-        case RequestLocation.WAITING_FOR_MODEL:
-            return f"waits for its model {found_request.missing_model!r}"
         case RequestLocation.STARTED:
             return "was started, waits for its next slice"
         case _:
@@ -475,10 +451,10 @@ def list_details(
             rows.append(
                 ("submitted", f"{format_time(parsed.created)}, {format_duration(now - parsed.created)} ago")
             )
-        rows += [("sequence", parsed.sequence.id)] if parsed.sequence else []
-        rows += [("endpoint", parsed.endpoint)] if parsed.endpoint else []
+        rows += [row for notes in FEATURE_NOTES for row in notes.list_details(parsed)]
+        rows += [("path", parsed.endpoint)] if parsed.endpoint else []
         rows += [("labels", ", ".join(f"{k}={v}" for k, v in parsed.labels.items()))] if parsed.labels else []
-        if parsed.metadata.get(SLICING_ATTRIBUTE) == SLICING_OFF:
+        if parsed.metadata.items() >= ONE_CALL.items():
             rows.append(("slicing", "off: it is sent in one call"))
     else:
         rows.append(("cannot be read", parsed.message))

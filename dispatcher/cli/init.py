@@ -14,7 +14,6 @@ import typer
 
 from dispatcher.cli.connection import Json
 from dispatcher.cli.terminal import exit_error, print_error, print_json, print_lines, print_warning
-from dispatcher.settings import Settings, parse_settings
 
 EXAMPLES = {
     "init": [
@@ -129,10 +128,10 @@ def init(
     ] = False,
     json_output: Json = False,
 ) -> None:
-    """Write a commented configuration, from options or, on a terminal, from a few questions.
+    """Write a commented configuration, from options or from a few questions.
 
-    An existing file is never overwritten. Exit code 1: the file exists, or the cluster cannot be asked; 2: an
-    answer is wrong or missing.
+    Questions are asked on a terminal only. An existing file is never overwritten. Exit code 1: the file
+    exists, or the cluster cannot be asked; 2: an answer is wrong or missing.
     """
     if output.exists():
         raise exit_error(f"{output} exists and is not overwritten: name another with --output")
@@ -172,6 +171,9 @@ def init(
     has_password = "@" in answers.queue
     answers = replace(answers, pool=answers.pool or "default", queue="" if has_password else answers.queue)
     text = format_config(answers, has_password=has_password)
+    from dispatcher.settings.load import parse_settings
+    from dispatcher.settings.model import Settings
+
     parsed = parse_settings(text, {}, name=str(output))
     if not isinstance(parsed, Settings):
         # No file was written, so drop its name and line numbers, and name the options instead of the

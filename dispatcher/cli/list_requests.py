@@ -1,4 +1,4 @@
-"""`batch-dispatcher list` and `peek`: the requests of a queue by state, and the next ones to be sent."""
+"""`batch-dispatcher list`: the requests of a queue by state, or the next ones to be sent."""
 
 from __future__ import annotations
 
@@ -18,32 +18,46 @@ from dispatcher.cli.find_requests import (
     format_attempts,
     format_deadline,
     format_note,
+    iterate_pages,
     match_labels,
     request_as_json,
 )
-from dispatcher.cli.terminal import format_table, print_error, print_json, print_lines, print_warning
-from dispatcher.core.requests.found_request import (
+from dispatcher.cli.terminal import (
+    exit_error,
+    format_table,
+    print_error,
+    print_json,
+    print_lines,
+    print_warning,
+)
+from dispatcher.common.duration import parse_duration
+from dispatcher.requests.found_request import (
     LOCATION_BY_LANE,
     QUEUED_LOCATIONS,
     FoundRequest,
     RequestLocation,
 )
-from dispatcher.core.requests.lanes import CLOSED_LANES
-from dispatcher.core.requests.request import parse_member
+from dispatcher.requests.lanes import CLOSED_LANES
+from dispatcher.requests.request import parse_member
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from dispatcher.core.requests.request import Rejection, Request
+    from dispatcher.cli.connection import QueueTarget
     from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
+    from dispatcher.requests.request import Rejection, Request
+
+    _Row = tuple[FoundRequest, Request | Rejection, bool]
+    """A request, its parsed content, and true if it is being cancelled."""
 
 EXAMPLES = {
     "list": [
         "batch-dispatcher list",
+        "batch-dispatcher list --next -n 10",
         "batch-dispatcher list --state running",
+        "batch-dispatcher list --state dead --reason 'out of memory'",
         "batch-dispatcher list --label job=a",
-    ],
-    "peek": ["batch-dispatcher peek", "batch-dispatcher peek -n 50 --json"],
+    ]
 }
 
 
@@ -80,29 +94,58 @@ StateOption = Annotated[
         "--state", metavar="STATE", help="pending, running, delayed or dead; default: all but the dead."
     ),
 ]
-MaxCount = Annotated[int, typer.Option("--most", "-n", metavar="N", min=1, help="Most requests per state.")]
+ReasonFilter = Annotated[
+    str, typer.Option("--reason", metavar="TEXT", help="Only dead requests whose reason contains this text.")
+]
+AgeFilter = Annotated[
+    str,
+    typer.Option(
+        "--older", metavar="TIME", help="Only dead requests that died longer ago than this: 30m, 2h, 7d."
+    ),
+]
 
 
 def list(  # noqa: A001 - the verb's name
     state: StateOption = None,
     label: Labels = None,
-    max_count: MaxCount = 50,
+    reason: ReasonFilter = "",
+    older: AgeFilter = "",
+    next_first: Annotated[
+        bool,
+        typer.Option("--next", help="Only requests that can be sent, in order, and what holds them back."),
+    ] = False,
+    max_count: Annotated[
+        int, typer.Option("--most", "-n", metavar="N", min=1, help="Most requests per state.")
+    ] = 50,
     *,
     where: QueueOptions,
     json_output: Json = False,
 ) -> None:
-    """List requests that run, that are in the queue, that wait for a retry, or that are dead.
+    """List requests that run, wait or are dead, or the ones that are sent next.
 
-    Dead requests are listed only with --state dead. With --label all requests are read, and the list has no
-    order.
+    Without options: requests that run, that are in the queue, and that wait for a retry. Dead requests are
+    listed only with --state dead, or with --reason or --older; `dead requeue` and `dead purge` take the same
+    two. With --label, --reason or --older all requests are read, and with --label the list has no order.
     """
     labels = parse_pairs("--label", label)
+    is_dead_wanted = parse_dead_filter(reason, older)
+    if next_first and (state or labels or is_dead_wanted):
+        raise exit_error("--next: give it without --state, --label, --reason and --older", 2)
+    if is_dead_wanted and (labels or state not in (None, ListedState.DEAD)):
+        raise exit_error(
+            "--reason and --older are for dead requests: give no --label and no other --state", 2
+        )
     target = find_queue(where)
+    if next_first:
+        _list_next(target, max_count, as_json=json_output)
+        return
     states = [ListedState.RUNNING, ListedState.PENDING, ListedState.DELAYED] if state is None else [state]
 
-    async def read_requests(admin: RedisQueueAdmin) -> tuple[Any, int]:
+    async def read_requests(admin: RedisQueueAdmin) -> tuple[Sequence[FoundRequest], int]:
         if labels:
             return await _find_labelled(admin, labels, states, max_count)
+        if is_dead_wanted:
+            return await _find_dead(admin, is_dead_wanted, max_count)
         counts = await admin.count_requests()
         counts_by_state = {
             ListedState.PENDING: counts.pending,
@@ -117,7 +160,7 @@ def list(  # noqa: A001 - the verb's name
         ]
         return found_requests, sum(counts_by_state[listed_state] for listed_state in states)
 
-    async def read_rows(admin: RedisQueueAdmin) -> tuple[Any, int, str]:
+    async def read_rows(admin: RedisQueueAdmin) -> tuple[Sequence[_Row], int, str]:
         found_requests, total = await read_requests(admin)
         return (
             await _add_cancel_marks(admin, found_requests),
@@ -129,8 +172,8 @@ def list(  # noqa: A001 - the verb's name
     if json_output:
         print_json(
             [
-                request_as_json(found_request, read_requests, is_being_cancelled=cancelled)
-                for found_request, read_requests, cancelled in rows
+                request_as_json(found_request, parsed, is_being_cancelled=cancelled)
+                for found_request, parsed, cancelled in rows
             ]
         )
         return
@@ -149,10 +192,21 @@ def list(  # noqa: A001 - the verb's name
         print_error(f"{len(rows):,} of {total:,}; --most shows more", fg=None)
 
 
-async def _add_cancel_marks(
-    admin: RedisQueueAdmin, found_requests: Sequence[FoundRequest]
-) -> Sequence[tuple[FoundRequest, Request | Rejection, bool]]:
-    """Return each request with its parsed content and true if it is being cancelled."""
+def parse_dead_filter(reason: str, older: str) -> Callable[[str, float], bool] | None:
+    """Return a filter of the reason and the time of death of a request. `None` if both options are empty.
+
+    Exits with 2 if the age is invalid.
+    """
+    if not reason and not older:
+        return None
+    try:
+        min_age_s = parse_duration(older) if older else 0.0
+    except ValueError as error:
+        raise exit_error(f"--older: {error}", 2) from error
+    return lambda why, died_at: reason.lower() in why.lower() and died_at <= time.time() - min_age_s
+
+
+async def _add_cancel_marks(admin: RedisQueueAdmin, found_requests: Sequence[FoundRequest]) -> Sequence[_Row]:
     rows = [(found_request, parse_member(found_request.member)) for found_request in found_requests]
     are_cancelled = await check_being_cancelled(admin, rows)
     return [(*row, is_cancelled) for row, is_cancelled in zip(rows, are_cancelled, strict=True)]
@@ -162,12 +216,17 @@ def _format_row(
     now: float, found_request: FoundRequest, parsed: Request | Rejection, is_being_cancelled: bool
 ) -> Sequence[str]:
     return [
-        parsed.id or "(unreadable)",
+        _format_id(found_request, parsed),
         str(found_request.location),
         format_deadline(parsed, now),
         format_attempts(found_request),
-        format_note(found_request, now, parsed.sequence, is_being_cancelled=is_being_cancelled),
+        format_note(found_request, parsed, now, is_being_cancelled=is_being_cancelled),
     ]
+
+
+def _format_id(found_request: FoundRequest, parsed: Request | Rejection) -> str:
+    # Verbs for dead requests take the entry number of a request that has no id.
+    return parsed.id or (f"(unreadable: {found_request.entry})" if found_request.entry else "(unreadable)")
 
 
 async def _read_first(
@@ -197,7 +256,7 @@ async def _find_labelled(
     labels: Sequence[tuple[str, str]],
     listed_states: Sequence[ListedState],
     max_count: int,
-) -> tuple[Any, int]:
+) -> tuple[Sequence[FoundRequest], int]:
     selected_states = {state for listed_state in listed_states for state in listed_state.states}
     found_requests: Any = []
     total = 0
@@ -209,16 +268,29 @@ async def _find_labelled(
     return found_requests, total
 
 
-def peek(max_count: MaxCount = 10, *, where: QueueOptions, json_output: Json = False) -> None:
-    """Show the next requests, in order, and what holds them back."""
-    target = find_queue(where)
+async def _find_dead(
+    admin: RedisQueueAdmin, is_wanted: Callable[[str, float], bool], max_count: int
+) -> tuple[Sequence[FoundRequest], int]:
+    found_requests: Any = []
+    total = 0
+    async for page in iterate_pages(lambda after: admin.list_requests(RequestLocation.DEAD, 500, after)):
+        for found_request in page.requests:
+            if is_wanted(found_request.reason, found_request.at or 0.0):
+                total += 1
+                if len(found_requests) < max_count:
+                    found_requests.append(found_request)
+    return found_requests, total
 
-    async def read_next(admin: RedisQueueAdmin) -> tuple[Any, int, str]:
+
+def _list_next(target: QueueTarget, max_count: int, *, as_json: bool) -> None:
+    """Show the next requests, in order, and what holds them back."""
+
+    async def read_next(admin: RedisQueueAdmin) -> tuple[Sequence[_Row], int, str]:
         rows = await _add_cancel_marks(admin, await _read_first(admin, _CLAIMABLE, max_count))
         return rows, (await admin.count_requests()).pending, await describe_gate(target, admin)
 
     rows, total, gate = run_with_admin(target, read_next)
-    if json_output:
+    if as_json:
         json_rows = [
             request_as_json(found_request, parsed, position, is_being_cancelled=cancelled)
             for position, (found_request, parsed, cancelled) in enumerate(rows)
@@ -237,8 +309,8 @@ def _format_next_row(
 ) -> Sequence[str]:
     priority = request_as_json(found_request, parsed)["priority"]
     return [
-        parsed.id or "(unreadable)",
+        _format_id(found_request, parsed),
         "-" if priority is None else str(priority),
         format_deadline(parsed, now),
-        format_note(found_request, now, parsed.sequence, is_being_cancelled=is_being_cancelled),
+        format_note(found_request, parsed, now, is_being_cancelled=is_being_cancelled),
     ]

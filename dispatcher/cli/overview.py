@@ -24,7 +24,7 @@ from dispatcher.cli.terminal import exit_error
 from dispatcher.telemetry.status import Status, decode_status
 
 if TYPE_CHECKING:
-    from dispatcher.core.requests.queue_counts import QueueCounts
+    from dispatcher.requests.queue_counts import QueueCounts
 
 COUNT_NAMES = ("pending", "leased", "delayed", "dead")
 AdminUrl = Annotated[
@@ -136,9 +136,9 @@ async def _read_queue(
         return None, None, "the configuration does not tell which queue it is"
     if url is None:
         return None, None, location.unavailable_reason
-    from dispatcher.ports import QueueUnavailableError
     from dispatcher.queue.redis.connect import QueueUrlError, connect
     from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
+    from dispatcher.requests.submission import QueueUnavailableError
 
     try:
         admin = RedisQueueAdmin(connect(url), location.names)

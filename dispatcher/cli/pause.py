@@ -11,6 +11,7 @@ import typer
 
 from dispatcher.cli.connection import Json, QueueOptions, find_queue, run_with_admin
 from dispatcher.cli.terminal import print_json, print_lines, print_note
+from dispatcher.limit.health import describe_pause
 
 if TYPE_CHECKING:
     from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
@@ -35,9 +36,9 @@ def pause(
     operator: OperatorName = "",
     json_output: Json = False,
 ) -> None:
-    """Stop all dispatchers of the queue from sending new requests, until `resume`. Requests that run go on.
+    """Stop all dispatchers of the queue from sending new requests, until `resume`.
 
-    An invalid configuration will do if it names the queue.
+    Requests that run go on. An invalid configuration will do if it names the queue.
     """
     target = find_queue(where)
     operator_name = get_operator_name(operator)
@@ -50,9 +51,7 @@ def pause(
     before = run_with_admin(target, pause_queue)
     # The new name and reason replace the old ones, so print those once more.
     if before is not None and before != (operator_name, why):
-        from dispatcher.cli import render
-
-        print_note(f"it was already {render.format_pause(*before)}; that is no longer shown")
+        print_note(f"{describe_pause(*before)}; from now on, the new name and reason are shown")
     if json_output:
         print_json({"queue": target.names.queue, "paused": {"by": operator_name, "why": why}})
     else:

@@ -20,8 +20,9 @@ from dispatcher.cli.connection import (
 )
 from dispatcher.cli.find_requests import iterate_pages
 from dispatcher.cli.terminal import exit_error, print_error, print_json, print_lines
-from dispatcher.core.requests.found_request import QUEUED_LOCATIONS, RequestLocation
+from dispatcher.features.sequences.queue import open_sequences
 from dispatcher.queue.embedded import running_url
+from dispatcher.requests.found_request import QUEUED_LOCATIONS, RequestLocation
 
 if TYPE_CHECKING:
     from dispatcher.queue.keys import QueueNames
@@ -129,7 +130,7 @@ async def copy_requests(
         if not live and await source.read_pause() is None:
             return None
         # Without the secret, clients could not go on with the sequences that they began.
-        await destination.copy_sequence_secret(source)
+        await open_sequences(destination).copy_sequence_secret(source)
         for state in _STATES:
             list_page = partial(source.list_requests, state, _PAGE_SIZE, full_members=True)
             async for page in iterate_pages(list_page):

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dispatcher.core.duration import parse_duration
+from dispatcher.common.duration import parse_duration
+from dispatcher.lab.simulation.scenario_file import ScenarioFile
 from dispatcher.lab.standin import made_up_traffic
 from dispatcher.lab.standin.trace import (
     BUNDLED,
@@ -28,17 +29,6 @@ MAX_LAST_S = 31 * 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
-class RecordingSource:
-    """Source of a recording: a file, or a Prometheus with its queries."""
-
-    trace: Path | None = None
-    prometheus: str = ""
-    last: str = "3h"
-    queries: Sequence[str] = ()
-    token_file: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class ChosenTraffic:
     """Traffic to play, with notes and warnings for the user."""
 
@@ -47,25 +37,26 @@ class ChosenTraffic:
     warnings: Sequence[str] = ()
 
 
-def choose_traffic(
-    source: RecordingSource, steps: str | None, *, slots: int, seed: int, is_whole: bool, begin_s: float
-) -> ChosenTraffic:
-    """Return the traffic that the options select. Raises TraceError."""
-    if steps is not None:
-        if source.trace is not None or source.prometheus:
-            raise TraceError("--steps stands in place of a trace: give one of them")
+def choose_traffic(scenario: ScenarioFile) -> ChosenTraffic:
+    """Return the traffic that a scenario selects. Raises TraceError."""
+    chosen = _choose_recording(scenario)
+    return replace(chosen, traffic=made_up_traffic.overlay_copies(chosen.traffic, scenario.copies))
+
+
+def _choose_recording(scenario: ScenarioFile) -> ChosenTraffic:
+    slots, seed, begin_s = scenario.slots, scenario.seed, scenario.from_s
+    if scenario.steps:
+        steps = made_up_traffic.parse_steps(scenario.steps)
         return _start_at(
-            ChosenTraffic(
-                made_up_traffic.make_step_trace(made_up_traffic.parse_steps(steps), slots=slots, seed=seed)
-            ),
-            begin_s,
+            ChosenTraffic(made_up_traffic.make_step_trace(steps, slots=slots, seed=seed)), begin_s
         )
-    if source.trace is not None and source.prometheus:
-        raise TraceError("--trace and --prometheus: give one of them")
-    made_up = made_up_traffic.TRACE_MAKERS.get(str(source.trace))
+    made_up = made_up_traffic.TRACE_MAKERS.get(scenario.trace)
     if made_up is not None:
         return _start_at(ChosenTraffic(made_up(seed)), begin_s)
-    recording = _fetch_recording(source) if source.prometheus else read_recording(source.trace or BUNDLED)
+    if scenario.prometheus:
+        recording = _fetch_recording(scenario)
+    else:
+        recording = read_recording(Path(scenario.trace) if scenario.trace else BUNDLED)
     warnings = []
     if recording.peak > slots:
         warnings.append(
@@ -73,6 +64,7 @@ def choose_traffic(
             f"{slots}: give the capacity of the pool that was recorded (ready endpoints × the concurrency of "
             "one)"
         )
+    is_whole = scenario.whole or scenario.seconds is not None
     if is_whole or begin_s or recording.seconds <= LONG_RECORDING_S:
         return _start_at(
             ChosenTraffic(recording.make_trace(slots=slots, seed=seed), warnings=warnings), begin_s
@@ -80,8 +72,8 @@ def choose_traffic(
     cut = recording.cut_busiest(WINDOW_S)
     note = (
         f"{recording.name} is {_format_duration(recording.seconds)} long: its busiest "
-        f"{_format_duration(WINDOW_S)} are "
-        f"played, {_format_duration(cut.starts_s)} after its beginning (--all plays the whole)"
+        f"{_format_duration(WINDOW_S)} are played, {_format_duration(cut.starts_s)} after its beginning "
+        "(--set whole=true plays all of it)"
     )
     return ChosenTraffic(cut.make_trace(slots=slots, seed=seed), [note], warnings)
 
@@ -90,26 +82,26 @@ def _start_at(chosen: ChosenTraffic, begin_s: float) -> ChosenTraffic:
     return replace(chosen, traffic=made_up_traffic.cut_start(chosen.traffic, begin_s)) if begin_s else chosen
 
 
-def _fetch_recording(source: RecordingSource) -> Recording:
+def _fetch_recording(source: ScenarioFile) -> Recording:
     from dispatcher.signals.prometheus.history import RUNNING_QUERIES, query_running
     from dispatcher.signals.prometheus.instant_query import QueryError
     from dispatcher.signals.prometheus.session import PrometheusAddress
 
     last_s = _parse_last(source.last)
     # RUNNING: the usual metrics of model servers, tried one after the other.
-    queries = source.queries or RUNNING_QUERIES
+    queries = [source.query] if source.query else RUNNING_QUERIES
     address = PrometheusAddress(source.prometheus, token_file=source.token_file)
     try:
         series = query_running(address, queries, time.time(), last_s)
     except QueryError as error:
-        hint = "; --token-file names a file with a bearer token" if error.status == 401 else ""
+        hint = "; token_file names a file with a bearer token" if error.status == 401 else ""
         raise TraceError(f"--prometheus {_hide_credentials(source.prometheus)}: {error}{hint}") from None
     if not series:
         query_text = " nor ".join(queries)
         raise TraceError(
             f"--prometheus {_hide_credentials(source.prometheus)}: there is nothing in the last "
             f"{source.last} for "
-            f"{query_text}; --query names what counts the running requests of your pool"
+            f"{query_text}; query names what counts the running requests of your pool"
         )
     return parse_recording("what Prometheus recorded", series)
 

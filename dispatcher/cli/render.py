@@ -3,20 +3,20 @@ the state of the gate in all other verbs."""
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from dispatcher.cli import bar
 from dispatcher.cli.admin_client import StatusProblem, StatusProblemKind
 from dispatcher.cli.overview import COUNT_NAMES
-from dispatcher.core.duration import format_duration, format_time_until
-from dispatcher.telemetry.status import CAPACITY_SOURCES, ReplicaStatus, SlicedModelStatus, Status
+from dispatcher.common.duration import format_duration, format_time_until
+from dispatcher.limit.health import describe_pause
+from dispatcher.telemetry.status import CAPACITY_SOURCES, ReplicaStatus, Status
 
 if TYPE_CHECKING:
     from dispatcher.cli.overview import Overview
-    from dispatcher.core.requests.queue_counts import QueueCounts
+    from dispatcher.requests.queue_counts import QueueCounts
 
-MAX_MODELS = 8
-"""Largest number of models with a line about merging, and with one about slices."""
 MIN_BAR_WIDTH = 10
 
 
@@ -30,7 +30,7 @@ def format_status(overview: Overview) -> list[str]:
     if overview.counts is not None:
         lines.append(f"{overview.queue}: {_format_counts(overview.counts)}")
     if overview.pause is not None:
-        lines.append(format_pause(*overview.pause))
+        lines.append(f"{_capitalize(describe_pause(*overview.pause))}.")
     if status is None:
         return [*lines, f"{_capitalize(format_no_answer(overview.dispatcher_problem))}."]
     if overview.is_of_other_queue:
@@ -45,8 +45,7 @@ def format_details(status: Status) -> list[str]:
         *status.gate.problems,
         *_format_readings(status),
         *filter(None, [_format_rate(status), _format_deadlines(status), _format_realtime_impact(status)]),
-        *_format_batching(status),
-        *_format_slicing(status),
+        *chain.from_iterable(each.format_lines() for each in status.features),
         *_format_replicas(status),
     ]
 
@@ -93,10 +92,11 @@ def format_explanation(overview: Overview) -> str:
     elif not is_foreign:
         sentences += [*format_health(status), status.gate.explanation]
         sentences += [f"{problem}." for problem in status.gate.problems]
+        sentences += chain.from_iterable(each.explain() for each in status.features)
     if overview.pause is not None:
-        sentences.append(f"The queue is {format_pause(*overview.pause)}.")
+        sentences.append(f"{_capitalize(describe_pause(*overview.pause))}.")
     if counts is not None:
-        why = " (`batch-dispatcher dead list` says why)" if counts.dead else ""
+        why = " (`batch-dispatcher list --state dead` says why)" if counts.dead else ""
         sentences.append(
             f"{_format_count(counts.pending, 'request waits', 'requests wait')}, "
             f"{_format_count(counts.leased, 'is held', 'are held')}, "
@@ -121,10 +121,6 @@ def format_gate(status: Status) -> str:
     gate = status.gate
     # The explanation of a closed gate names the reason.
     return f"{gate.reason}: {gate.explanation}" if gate.open else gate.explanation
-
-
-def format_pause(by: str, why: str) -> str:
-    return f"paused{f' by {by}' if by else ''}{f': {why}' if why else ''}"
 
 
 def format_other_queue(status: Status) -> str:
@@ -277,40 +273,6 @@ def _format_realtime_impact(status: Status) -> str:
     share = impact.batch_share
     held = "" if share is None else f", while batch held {share:.0%} of the capacity"
     return f"Impact on realtime, last 5 minutes: {'; '.join(values)}; of {scope}{held}."
-
-
-def _format_batching(status: Status) -> list[str]:
-    """Return a line about merging for each model.
-
-    Models for which merging was switched off are listed with the problems instead.
-    """
-    merged = [each for each in status.batching.batching if each.off_reason is None]
-    lines = [f"Batching of {each.name}: {each.sentence}." for each in merged[:MAX_MODELS]]
-    more = len(merged) - len(lines)
-    return [*lines, *([f"Batching of {more} more: see --json."] if more else [])]
-
-
-def _format_slicing(status: Status) -> list[str]:
-    """Return a line about slices for each model."""
-    models = status.slicing.sliced_models
-    lines = [
-        f"Slices of {each.model or 'no model'} at {each.path}: {_describe_slices(each)}."
-        for each in models[:MAX_MODELS]
-    ]
-    more = len(models) - len(lines)
-    return [*lines, *([f"Slices of {more} more: see --json."] if more else [])]
-
-
-def _describe_slices(model: SlicedModelStatus) -> str:
-    if model.whole_reason:
-        return f"none, {model.whole_reason}{f': {model.why}' if model.why else ''}"
-    size = "" if model.slice_tokens is None else f", {model.slice_tokens:,} tokens each"
-    cached = (
-        ""
-        if model.cached_share is None
-        else f", {model.cached_share:.0%} of the prompts from the prefix cache"
-    )
-    return f"continued by {model.continued_by}{size}{cached}"
 
 
 def _format_replicas(status: Status) -> list[str]:

@@ -1,4 +1,4 @@
-"""`batch-dispatcher result` and `results`: the result of one request, and the contents of a result list."""
+"""`batch-dispatcher result`: the result of one request, or the contents of a result list."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dispatcher.cli.connection import Json, QueueOptions, QueueTarget, find_queue, run_with_admin
-from dispatcher.cli.describe import RequestId
 from dispatcher.cli.find_requests import (
     describe_gate,
     describe_progress,
@@ -35,19 +34,22 @@ from dispatcher.cli.terminal import (
     print_note,
     print_warning,
 )
-from dispatcher.core.duration import format_duration, parse_duration
-from dispatcher.core.printable import escape_unprintable
-from dispatcher.core.requests.found_request import encode_spellings
-from dispatcher.core.requests.request import parse_member
-from dispatcher.core.requests.result import PoppedResult, decode_result
+from dispatcher.common.duration import format_duration, parse_duration
+from dispatcher.common.printable import escape_unprintable
+from dispatcher.requests.found_request import encode_spellings
+from dispatcher.requests.request import parse_member
+from dispatcher.requests.result import PoppedResult, decode_result
 
 if TYPE_CHECKING:
-    from dispatcher.core.requests.found_request import FoundRequest
     from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
+    from dispatcher.requests.found_request import FoundRequest
 
 EXAMPLES = {
-    "result": ["batch-dispatcher result r-1", "batch-dispatcher result r-1 --wait 30s"],
-    "results": ["batch-dispatcher results", "batch-dispatcher results --take --most 1000 > results.jsonl"],
+    "result": [
+        "batch-dispatcher result r-1",
+        "batch-dispatcher result r-1 --wait 30s",
+        "batch-dispatcher result --all --take --most 1000 > results.jsonl",
+    ]
 }
 SENTENCE_AFTER_S = 2.0
 """Time after which the reason for the wait is printed."""
@@ -78,18 +80,44 @@ class WaitingSentences:
 
 
 def result(
-    request_id: RequestId,
+    request_id: Annotated[str, typer.Argument(metavar="[ID]", help="The request's id.")] = "",
     within: Annotated[str, typer.Argument(metavar="[30s]", help="With --wait: longest time to wait.")] = "",
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the result is there.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Instead of one result: the default list of the queue.")
+    ] = False,
+    list_name: Annotated[
+        str, typer.Option("--list", metavar="KEY", help="Instead of one result: this result list.")
+    ] = "",
+    max_count: Annotated[
+        int, typer.Option("--most", "-n", metavar="N", min=1, help="Most results of a list to show.")
+    ] = 100,
+    take: Annotated[
+        bool, typer.Option("--take", help="Print the results of a list in full, and remove them.")
+    ] = False,
     *,
     where: QueueOptions,
     json_output: Json = False,
 ) -> None:
-    """Print the result of a request, from the list of its id or from the default list of the queue.
+    """Print the result of a request, or the results in a list.
 
-    The result is not removed: results are kept for queue.result_ttl_s. If the request is in the queue again,
-    --wait waits for its next result. Exit code 1: the result is an error, or there is none.
+    The result of a request comes from the list of its id, or from the default list, and is not removed:
+    results are kept for queue.result_ttl_s. If the request is in the queue again, --wait waits for its next
+    result. Exit code 1: the result is an error, or there is none.
+
+    A list is shown as a table, the oldest result first, or as JSON lines with --json or --take. With --take
+    each result is removed after it was printed: a consumer that dies loses no result, and two consumers that
+    run at once may both print the same one.
     """
+    if [bool(request_id), everything, bool(list_name)].count(True) != 1:
+        raise exit_error("give the id of a request, or --all, or --list KEY", 2)
+    if not request_id:
+        if wait:
+            raise exit_error("--wait waits for one request: give its id", 2)
+        _show_list(find_queue(where), list_name, max_count, take=take, as_json=json_output or take)
+        return
+    if take:
+        raise exit_error("--take: give it with --all or --list; the result of a single request is kept", 2)
     if within and not wait:
         raise exit_error("give a time only with --wait", 2)
     try:
@@ -144,7 +172,7 @@ async def _find_result(
         return None, f"{none} ({searched:,} requests looked at)"
     states = ", ".join(dict.fromkeys(str(found_request.location) for found_request, _ in rows))
     lists = {parsed.results for _, parsed in rows} - {"", admin.names.result_list_for_id(request_id)}
-    elsewhere = f"its result goes to {min(lists)}: see results --list {min(lists)}" if lists else ""
+    elsewhere = f"its result goes to {min(lists)}: see result --list {min(lists)}" if lists else ""
     if earlier_results and not wait:
         then = elsewhere or f"result {request_id} --wait waits for the next, describe {request_id} says why"
         note = f"of before: {request_id} is in the queue again, it is {states}; {then}"
@@ -292,46 +320,32 @@ def print_result(popped_result: PoppedResult, *, json_output: bool) -> None:
         raise typer.Exit(1)
 
 
-def results(
-    name: Annotated[
-        str, typer.Option("--list", help="Name of the list. Default: the default list of the queue.")
-    ] = "",
-    most: Annotated[int, typer.Option(metavar="N", min=1, help="Most results to show.")] = 100,
-    take: Annotated[bool, typer.Option("--take", help="Print results in full, and remove them.")] = False,
-    *,
-    where: QueueOptions,
-    json_output: Json = False,
-) -> None:
-    """Show a result list, the oldest result first: as a table, or as JSON lines with --json or --take.
+def _show_list(target: QueueTarget, name: str, max_count: int, *, take: bool, as_json: bool) -> None:
+    """Print the oldest results of a list, and remove them if `take`."""
+    name = name or target.names.result_list
 
-    With --take each result is removed after it was printed: a consumer that dies loses no result, and two
-    consumers that run at once may both print the same one.
-    """
-    target = find_queue(where)
-
-    async def print_results(admin: RedisQueueAdmin) -> int:
-        list_name, count = name or target.names.result_list, 0
+    async def print_results(admin: RedisQueueAdmin) -> None:
+        count = 0
         rows: list[list[str]] = []
         # With --take the results that were printed are gone, so the next page begins at 0 again.
-        while count < most and (
-            page := await admin.read_results(list_name, most - count, 0 if take else count)
+        while count < max_count and (
+            page := await admin.read_results(name, max_count - count, 0 if take else count)
         ):
             count += len(page)
             for encoded in page:
-                if json_output or take:
+                if as_json:
                     typer.echo(_format_json_line(encoded))
                 else:
                     rows.append(_format_row(encoded))
             sys.stdout.flush()  # before anything is removed
             for encoded in page if take else ():
-                await admin.take_result(list_name, encoded)
+                await admin.take_result(name, encoded)
         if rows:
             print_lines(*format_table(["ID", "STATUS", "ERROR", "BYTES", "PAYLOAD"], rows))
-        if not count and not await admin.is_list(list_name):
-            raise exit_error(f"{list_name} is no list: no results lie there")
+        if not count and not await admin.is_list(name):
+            raise exit_error(f"{name} is no result list")
         if not count:
-            print_error(f"{list_name} is empty", fg=None)
-        return count
+            print_error(f"{name} is empty", fg=None)
 
     run_with_admin(target, print_results)
 

@@ -1,4 +1,4 @@
-"""`batch-dispatcher status` and `explain`: what waits, what runs, and why not more runs.
+"""`batch-dispatcher status`, `explain` and `top`: what waits, what runs, and why not more runs.
 
 If queue or dispatcher does not answer, the reason is shown with the state of the other one.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated
 
@@ -18,7 +19,7 @@ from dispatcher.cli.admin_client import AdminAddress, StatusProblem, fetch_statu
 from dispatcher.cli.connection import Json, QueueLocation, print_config_problems
 from dispatcher.cli.overview import DispatcherOptions, Overview, fetch_overview, locate_targets
 from dispatcher.cli.terminal import exit_error, print_error, print_json, print_lines
-from dispatcher.core.duration import parse_duration
+from dispatcher.common.duration import parse_duration
 
 INTERVAL_S = 1.0
 
@@ -31,6 +32,7 @@ EXAMPLES = {
         "batch-dispatcher status --queue-url redis://127.0.0.1 --pool qwen",
     ],
     "explain": ["batch-dispatcher explain", "batch-dispatcher explain --admin-url http://10.0.0.7:8080"],
+    "top": ["batch-dispatcher top", "batch-dispatcher top --admin-url http://10.0.0.7:8080"],
 }
 
 
@@ -48,7 +50,7 @@ def status(
     ] = "",
     json_output: Json = False,
 ) -> None:
-    """Show the queue, and the gate, readings, rate and replicas of the dispatcher that answers.
+    """Show the queue, and the gate, readings, rate and replicas of a dispatcher.
 
     If the queue or the dispatcher does not answer, the command says so and shows the other one. Exit code 1:
     the queue cannot be reached. An embedded queue can be reached only while its dispatcher runs.
@@ -95,6 +97,25 @@ def explain(where: DispatcherOptions, json_output: Json = False) -> None:
         raise typer.Exit(1)
 
 
+def top(where: DispatcherOptions, json_output: Json = False) -> None:
+    """Watch the pool live: how its capacity is used, and how fast requests end.
+
+    q or Ctrl-C ends it. Without a terminal it prints one line per second, like `status --watch`.
+    """
+    location, address = locate_targets(where)
+    print_config_problems(location)
+    if json_output or not sys.stdout.isatty():
+        _print_repeatedly(location, address, json_output=json_output)
+        return
+    from dispatcher.cli.live_screen import show_live_page
+
+    def draw_page(width: int) -> Sequence[str]:
+        overview = asyncio.run(fetch_overview(location, address))
+        return render.format_page(overview, width, time.strftime("%H:%M:%S"))
+
+    show_live_page(draw_page, INTERVAL_S)
+
+
 def _format_lines(overview: Overview, location: QueueLocation) -> list[str]:
     if (
         overview.queue_problem
@@ -123,10 +144,10 @@ def _watch_status(location: QueueLocation, address: AdminAddress | None, *, json
 
         show_live_page(lambda _: render_now(), INTERVAL_S)
         return
-    print_repeatedly(location, address, json_output=json_output)
+    _print_repeatedly(location, address, json_output=json_output)
 
 
-def print_repeatedly(location: QueueLocation, address: AdminAddress | None, *, json_output: bool) -> None:
+def _print_repeatedly(location: QueueLocation, address: AdminAddress | None, *, json_output: bool) -> None:
     """Print a line every second, until Ctrl-C."""
     with suppress(KeyboardInterrupt):
         while True:

@@ -1,13 +1,13 @@
-"""`batch-dispatcher submit`: submit one request and wait for its result, or submit a batch file."""
+"""`batch-dispatcher submit`: submit one request and wait for its result."""
 
 from __future__ import annotations
 
+import json
 import secrets
 import sys
 import time
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
 
@@ -22,137 +22,125 @@ from dispatcher.cli.connection import (
 )
 from dispatcher.cli.find_requests import read_results_by_id
 from dispatcher.cli.result import describe_wait, exit_still_queued, print_result, wait_for_result
-from dispatcher.cli.submit_file import (
-    BodyTemplate,
-    Errors,
-    File,
-    Group,
-    Ordered,
-    Output,
-    SequenceBy,
-    SkipBad,
-    TemplateField,
-    find_body_mismatch,
-    make_file_options,
-    make_file_paths,
-    submit_file,
-)
 from dispatcher.cli.terminal import exit_error, print_json, print_lines, print_note, print_warning
-from dispatcher.core.patterns import matches_any
+from dispatcher.common.patterns import matches_any
 
 if TYPE_CHECKING:
     from dispatcher.client import Item
-    from dispatcher.core.requests.result import PoppedResult
-    from dispatcher.ports import Submission
     from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
+    from dispatcher.requests.result import PoppedResult
+    from dispatcher.requests.submission import Submission
 
 DEFAULT_DEADLINE_S = 3600.0
-DEFAULT_FILE_DEADLINE_S = 86_400.0
 Pairs = Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="May be repeated.")]
 GRACE_S = 10.0
 """Time after the deadline within which a dispatcher answers, if there is one."""
 
+JsonResult = Annotated[bool, typer.Option("--json", help="Print the whole result as JSON.")]
+Payload = Annotated[
+    str | None, typer.Argument(help="The request body, a JSON object; - reads standard input.")
+]
 
-def submit(
-    payload: Annotated[
-        str | None, typer.Argument(help="The request body, a JSON object; - reads standard input.")
-    ] = None,
-    file: File = None,
-    output: Output = None,
-    errors: Errors = None,
-    skip_bad: SkipBad = False,
-    ordered: Ordered = False,
-    group: Group = "prefix",
-    sequence_by: SequenceBy = "",
-    template: BodyTemplate = None,
-    field: TemplateField = "",
-    *,
-    where: QueueOptions,
-    request_id: Annotated[str, typer.Option("--id", help="Default: a random one.")] = "",
-    endpoint: Annotated[str, typer.Option(help="The gateway's path; default: gateway.path.")] = "",
-    deadline: DeadlineOrNone = None,
-    priority: Annotated[
-        int | None, typer.Option(metavar="N", min=0, max=9, help="0 is served first.")
-    ] = None,
-    header: Pairs = None,
-    metadata: Pairs = None,
-    label: Labels = None,
+
+class RequestMaps(TypedDict):
+    """Arguments of an `Item` that map names to values."""
+
+    headers: dict[str, str]
+    metadata: dict[str, str]
+    labels: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """Options of requests, whether one is submitted or many."""
+
+    path: Annotated[
+        str, typer.Option(help="Path at the gateway, such as /v1/embeddings; default: gateway.path.")
+    ] = ""
+    deadline: DeadlineOrNone = None
+    priority: Annotated[int | None, typer.Option(metavar="N", min=0, max=9, help="0 is served first.")] = None
+    header: Pairs = None
+    metadata: Pairs = None
+    label: Labels = None
     no_slicing: Annotated[
         bool,
         typer.Option("--no-slicing", help="Send each request in one call, also if slicing is on."),
-    ] = False,
+    ] = False
+
+    def parse_maps(self) -> RequestMaps:
+        """Return headers, metadata and labels. Exits with 2 if one is invalid."""
+        return {
+            "headers": dict(parse_pairs("--header", self.header)),
+            "metadata": dict(parse_pairs("--metadata", self.metadata)),
+            "labels": dict(parse_pairs("--label", self.label)),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SingleOptions:
+    """Options of a request that is submitted alone."""
+
+    request_id: Annotated[str, typer.Option("--id", help="Default: a random one.")] = ""
     sequence: Annotated[
         str, typer.Option("--sequence", metavar="ID", help="Sequence, to which the request is appended.")
-    ] = "",
+    ] = ""
     no_wait: Annotated[
         bool,
         typer.Option(
             "--no-wait", help="Print the id once the request is in the queue, without waiting for the result."
         ),
-    ] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Print the whole result as JSON.")] = False,
-) -> None:
-    """Submit one request, wait for its result and print it, or submit a whole batch file.
+    ] = False
 
-    The id is printed first, on standard error, and `result ID` finds the result again. The same command
-    resumes a batch file that was interrupted. Exit code 1: the result is an error, there is no result, or
-    some lines of the file failed.
+
+def submit(
+    payload: Payload = None,
+    *,
+    where: QueueOptions,
+    options: RequestOptions,
+    single: SingleOptions,
+    json_output: JsonResult = False,
+) -> None:
+    """Submit one request and print its result.
+
+    The id is printed first, on standard error, and `result ID` finds the result again. Exit code 1: the
+    result is an error, or there is no result.
     """
-    target = find_queue(where)
-    headers, attributes = dict(parse_pairs("--header", header)), dict(parse_pairs("--metadata", metadata))
-    labels = dict(parse_pairs("--label", label))
-    if file is not None:
-        if payload is not None or request_id or no_wait or sequence:
-            raise exit_error("--file: give it no request, no --id, no --no-wait and no --sequence", 2)
-        paths = make_file_paths(file, output, errors)
-        options = make_file_options(
-            target,
-            deadline=DEFAULT_FILE_DEADLINE_S if deadline is None else deadline,
-            priority=priority,
-            headers=headers,
-            metadata=attributes,
-            labels=labels,
-            slicing=not no_slicing,
-            endpoint=endpoint,
-            template=template,
-            field=field,
-            group=group,
-            sequence_by=sequence_by,
-            ordered=ordered,
-            skip_bad=skip_bad,
-        )
-        submit_file(target, paths, options, as_json=json_output)  # exits
     if payload is None:
-        raise exit_error("give a request, or --file", 2)
+        raise exit_error("give a request", 2)
+    submit_request(find_queue(where), read_body(payload), options, single, json_output=json_output)
+
+
+def read_body(payload: str) -> bytes:
+    """Return the body that an argument is, or that it says to read from standard input."""
+    return sys.stdin.buffer.read() if payload == "-" else payload.encode(errors="surrogateescape")
+
+
+def submit_request(
+    target: QueueTarget, body: bytes, options: RequestOptions, single: SingleOptions, *, json_output: bool
+) -> None:
+    """Submit one request and print its result. Exits with 1 or 2 if that is not possible."""
+    path, maps = options.path, options.parse_maps()
     # Without a configuration the allowed paths are not known; the dispatcher checks them anyway.
-    if endpoint and target.settings and not matches_any(target.settings.gateway.allowed_paths, endpoint):
-        raise exit_error(
-            f"--endpoint {endpoint}: not among gateway.allowed_paths: no dispatcher would send it", 2
-        )
+    if path and target.settings and not matches_any(target.settings.gateway.allowed_paths, path):
+        raise exit_error(f"--path {path}: not among gateway.allowed_paths: no dispatcher would send it", 2)
     from dispatcher.client import Item
 
-    body = sys.stdin.buffer.read() if payload == "-" else payload.encode(errors="surrogateescape")
     # deadline: seconds from now, not a point in time.
     item = Item(
         body,
-        path=endpoint,
-        id=request_id or f"r-{secrets.token_hex(8)}",
-        deadline=DEFAULT_DEADLINE_S if deadline is None else deadline,
-        priority=priority,
-        headers=headers,
-        metadata=attributes,
-        labels=labels,
-        sequence=sequence or None,
-        slicing=not no_slicing,
+        path=path,
+        id=single.request_id or f"r-{secrets.token_hex(8)}",
+        deadline=DEFAULT_DEADLINE_S if options.deadline is None else options.deadline,
+        priority=options.priority,
+        sequence=single.sequence or None,
+        slicing=not options.no_slicing,
+        **maps,
     )
-    _submit_one(target, item, body, wait=not no_wait, json_output=json_output)
+    _submit_item(target, item, body, wait=not single.no_wait, json_output=json_output)
 
 
-def _submit_one(target: QueueTarget, item: Item, body: bytes, *, wait: bool, json_output: bool) -> None:
-    import msgspec
-
+def _submit_item(target: QueueTarget, item: Item, body: bytes, *, wait: bool, json_output: bool) -> None:
     from dispatcher.client.item import TokenGenerator, build_submission
-    from dispatcher.core.sequences.turns import Turn
 
     # A list of its own for each id, so that `result ID` finds the result from any machine.
     results = target.names.result_list_for_id(item.id) if wait else ""
@@ -161,14 +149,7 @@ def _submit_one(target: QueueTarget, item: Item, body: bytes, *, wait: bool, jso
             item, TokenGenerator().make_token(), queue=target.names.queue, results=results
         )
     except ValueError as error:
-        raise exit_error(f"{error}{_suggest_file(body)}", 2) from error
-    # A line of a batch file is valid JSON, but a model server would reject it.
-    if {"custom_id", "url", "body"} <= msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys():
-        message = (
-            "this is a line of an OpenAI batch file: submit --file sends those (to send it alone, give what "
-            "stands under `body`, and as --endpoint what stands under `url`)"
-        )
-        raise exit_error(message, 2)
+        raise exit_error(str(error), 2) from error
     path = item.path or (target.settings.gateway.path if target.settings else "")
     if mismatch := find_body_mismatch(body, path):
         print_warning(f"the body {mismatch}")
@@ -180,7 +161,11 @@ def _submit_one(target: QueueTarget, item: Item, body: bytes, *, wait: bool, jso
         # The secret proves to the queue that this program may add to the sequence. It is only known once the
         # queue is connected, so the submission is made again with it.
         if item.sequence is not None:
-            turn = Turn(str(item.sequence), secret=await admin.get_or_create_sequence_secret())
+            from dispatcher.features.sequences.queue import open_sequences
+            from dispatcher.features.sequences.turns import Turn
+
+            secret = await open_sequences(admin).get_or_create_sequence_secret()
+            turn = Turn(str(item.sequence), secret=secret)
             item_in_sequence = replace(item, sequence=turn)
             submission = build_submission(
                 item_in_sequence, submission.request_token, queue=target.names.queue, results=results
@@ -211,14 +196,17 @@ def _submit_one(target: QueueTarget, item: Item, body: bytes, *, wait: bool, jso
         print_result(result, json_output=json_output)
 
 
-def _suggest_file(body: bytes) -> str:
-    """Return a hint if the body is the name of a file. Empty if it is not."""
-    name = body.decode(errors="replace")
+def find_body_mismatch(body: bytes, path: str) -> str:
+    """Return why a body does not fit its path. Empty if there is no objection."""
+    if not path.endswith("/completions") or path.endswith("/chat/completions"):
+        return ""
     try:
-        is_file = Path(name).is_file()
-    except (OSError, ValueError):  # too long for a name, or with a zero byte
-        is_file = False
-    return f"; it is a file: a batch file is sent by --file {name}, one body by - < {name}" if is_file else ""
+        fields = json.loads(body)
+    except ValueError:  # the code that parses the body reports it
+        return ""
+    if not isinstance(fields, dict) or "messages" not in fields or "prompt" in fields:
+        return ""
+    return f"has `messages`, and {path} takes a `prompt`: is --path /v1/chat/completions meant?"
 
 
 async def _read_result(admin: RedisQueueAdmin, submission: Submission) -> PoppedResult | None:
@@ -226,7 +214,7 @@ async def _read_result(admin: RedisQueueAdmin, submission: Submission) -> Popped
 
     Others can write to the list of the id, so a result must have the token of the request.
     """
-    from dispatcher.core.requests.result import decode_result
+    from dispatcher.requests.result import decode_result
 
     for encoded in await read_results_by_id(admin, submission.request_id):
         if (result := decode_result(encoded)).request_token == submission.request_token:

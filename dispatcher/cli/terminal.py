@@ -20,7 +20,7 @@ from typing import Any
 import typer
 
 from dispatcher.cli import bar
-from dispatcher.core.printable import escape_unprintable, truncate_text
+from dispatcher.common.printable import escape_unprintable, truncate_text
 
 is_json_output: ContextVar[bool] = ContextVar("for_programs", default=False)
 """True if the command line has --json."""

@@ -10,6 +10,7 @@ async with BatchClient("redis://…", pool="qwen") as client:
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dispatcher.client.batch import BatchClient
@@ -29,20 +30,20 @@ from dispatcher.client.result import (
     SequenceIndexError,
     TokenUsage,
 )
-from dispatcher.client.sequence import OpenSequence
-from dispatcher.core.errors import (
+from dispatcher.common.errors import (
     BatchError,
     ClosedError,
     TooManyPendingError,
     WorkerCrashedError,
     WrongLengthError,
 )
-from dispatcher.core.requests.named_stream import StreamRequest, StreamState, StreamStatus
-from dispatcher.core.sequences.turns import OnError, SequenceSnapshot, SequenceStatus, Turn
 
 if TYPE_CHECKING:
     from dispatcher.batched.decorator import Batched, batched
     from dispatcher.batched.worker_index import worker_index
+    from dispatcher.features.named_streams.state import StreamRequest, StreamState, StreamStatus
+    from dispatcher.features.sequences.client import OpenSequence
+    from dispatcher.features.sequences.turns import OnError, SequenceSnapshot, SequenceStatus, Turn
 
 __all__ = [
     "BatchClient",
@@ -83,14 +84,25 @@ __all__ = [
 ]
 
 
+_STREAM_STATE = "dispatcher.features.named_streams.state"
+_TURNS = "dispatcher.features.sequences.turns"
+_LAZY_MODULES = {
+    "Batched": "dispatcher.batched.decorator",
+    "batched": "dispatcher.batched.decorator",
+    "worker_index": "dispatcher.batched.worker_index",
+    "StreamRequest": _STREAM_STATE,
+    "StreamState": _STREAM_STATE,
+    "StreamStatus": _STREAM_STATE,
+    "OpenSequence": "dispatcher.features.sequences.client",
+    "OnError": _TURNS,
+    "SequenceSnapshot": _TURNS,
+    "SequenceStatus": _TURNS,
+    "Turn": _TURNS,
+}
+
+
 def __getattr__(name: str) -> Any:
-    """Load `batched` on first use, so that programs without it start faster."""
-    if name == "worker_index":
-        from dispatcher.batched.worker_index import worker_index
-
-        return worker_index
-    if name not in ("Batched", "batched"):
+    """Load on first use what few programs use, so that the others start faster."""
+    if name not in _LAZY_MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from dispatcher.batched import decorator as module
-
-    return getattr(module, name)
+    return getattr(import_module(_LAZY_MODULES[name]), name)

@@ -14,27 +14,25 @@ from dispatcher.client.blocking import BlockingBatchClient
 from dispatcher.client.errors import NoResultError, QueueUnreachableError
 from dispatcher.client.item import Body, Deadline, Handle, Item, TokenGenerator, build_submission, to_item
 from dispatcher.client.mailbox import WAIT_S, Mailbox, check_name, make_owner_id
-from dispatcher.client.named_stream import NamedStreams
 from dispatcher.client.outage import Outage
 from dispatcher.client.result import HookError, Result, call_hook, result_from_error
-from dispatcher.client.sequence import CarryOption, OnErrorOption, OpenSequence, SequenceClient, run_sequences
-from dispatcher.client.sequence_calls import SequenceCalls
 from dispatcher.client.stream import Items, stream_results
 from dispatcher.client.submitter import MAX_SUBMISSIONS_PER_CALL, Submitter
-from dispatcher.core.errors import TooManyPendingError
-from dispatcher.core.requests.named_stream import StreamStatus
-from dispatcher.core.requests.submission import QueueUnavailableError, Submission
-from dispatcher.core.sequences.turns import SequenceSnapshot, Turn
+from dispatcher.common.errors import TooManyPendingError
 from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis import producer
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.connect import connect, describe_address
 from dispatcher.queue.redis.producer import ResultBox
 from dispatcher.queue.redis.scripts import ScriptRunner
+from dispatcher.requests.submission import QueueUnavailableError, Submission
 
 if TYPE_CHECKING:
-    from dispatcher.client.files import FileProgress
-    from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
+    from dispatcher.features.batch_files.progress import FileProgress
+    from dispatcher.features.named_streams.state import StreamStatus
+    from dispatcher.features.named_streams.stream import NamedStreams
+    from dispatcher.features.sequences.client import CarryOption, OnErrorOption, OpenSequence, SequenceClient
+    from dispatcher.features.sequences.turns import SequenceSnapshot, Turn
 
 T = TypeVar("T")
 BeforeHook = Callable[[Item], "Item | Awaitable[Item | None] | None"]
@@ -100,6 +98,7 @@ class BatchClient:
         self.name = name
         self._url = url
         self._names = names
+        self._is_closed = False
         self._max_pending, self._when_full = max_pending, when_full
         self._before, self._after = before, after
         self._cancel_on_close = cancel_on_close and not name  # the next client of the name may fetch results
@@ -114,20 +113,9 @@ class BatchClient:
         self._mailbox = self._make_mailbox(box, make_owner_id() if name else "")
         self._tokens = TokenGenerator()
         self._call_slots = asyncio.Semaphore(MAX_PARALLEL_CALLS)
-        self._streams = NamedStreams(self._backend, self._make_mailbox, self._call_queue, self._build_request)
-        self._sequences = SequenceCalls(self._call_queue, self._open_admin, self._tokens)
-        self._sequence_client = SequenceClient(
-            self.box.result_list,
-            self.enqueue,
-            self._wait_for_result,
-            self._wait_until_arrived,
-            self._mailbox.give_back,
-            self.cancel,
-            self.sequence_status,
-            self._sequences.cancel_sequence,
-        )
+        self._streams: NamedStreams | None = None
+        self._sequences: SequenceClient | None = None
         self._cancel_tasks: set[asyncio.Task[None]] = set()
-        self._is_closed = False
 
     def __repr__(self) -> str:
         return f"<BatchClient {self._names.queue} {self._mailbox!r}>"
@@ -261,7 +249,7 @@ class BatchClient:
         QueueUnreachableError and NameInUseError.
 
         With a `name`, the stream continues where it stopped when it is run again under the same name, also
-        after a crash. Each item needs an `id`, by which later runs recognise it. Results of items that
+        after a crash. Each item needs an `id`, so that later runs recognise it. Results of items that
         earlier runs submitted come first, and consumed items are skipped. A result counts as consumed when
         the next result is requested. So after a crash, only the result that the program worked on is yielded
         a second time. One process at a time can run a stream with a given name. A client with the hook
@@ -271,7 +259,7 @@ class BatchClient:
         if name:
             if self._after is not None:  # results of earlier runs have no Item to call the hook with
                 raise ValueError("a named stream cannot run in a client with the hook after")
-            return self._streams.run_stream(name, items, max_pending=pending_limit, ordered=ordered)
+            return self._load_streams().run_stream(name, items, max_pending=pending_limit, ordered=ordered)
 
         async def give_back(result: Result) -> None:
             self._mailbox.give_back(result)
@@ -286,12 +274,12 @@ class BatchClient:
         The page holds about `limit` unconsumed requests, or consumed ones if `consumed` is true. `after` is
         the cursor of the previous page.
         """
-        return await self._streams.get_status(name, after, limit, consumed=consumed)
+        return await self._load_streams().get_status(name, after, limit, consumed=consumed)
 
     async def forget_stream(self, name: str) -> None:
         """Cancel the pending requests of the stream with this name, and delete its results and records, so
         that it can begin anew. Raises NameInUseError while a program runs the stream."""
-        await self._streams.forget_stream(name)
+        await self._load_streams().forget_stream(name)
 
     async def map(self, items: Items) -> list[Result]:
         """Submit items, and return all results in the order of the items. Failures of single items are
@@ -342,7 +330,9 @@ class BatchClient:
 
         With `None`, `on_error` and `carry` are those of the dispatcher's settings (`sequences`).
         """
-        return OpenSequence(self._sequence_client, sequence_id, on_error, reset, index, carry, max_pending)
+        from dispatcher.features.sequences.client import OpenSequence
+
+        return OpenSequence(self._load_sequences(), sequence_id, on_error, reset, index, carry, max_pending)
 
     async def map_sequences(
         self,
@@ -358,6 +348,8 @@ class BatchClient:
         Each sequence begins anew, unless `reset` is false, and ends with its last request. At most `at_once`
         sequences are in progress at a time. The requests of each are sent as with `OpenSequence.send_many`.
         """
+        from dispatcher.features.sequences.client import run_sequences
+
         return await run_sequences(
             lambda each: self.sequence(each, on_error=on_error, reset=reset, carry=carry), sequences, at_once
         )
@@ -367,7 +359,7 @@ class BatchClient:
 
         The queue knows only the requests that dispatchers have claimed at least once.
         """
-        return await self._call_queue(lambda: self._open_admin().get_sequence(sequence_id))
+        return await self._load_sequences().get_status(sequence_id)
 
     async def cancel_sequence(self, sequence_id: str) -> bool:
         """Cancel all requests of a sequence that were submitted until now.
@@ -376,7 +368,7 @@ class BatchClient:
         submitted later begin it anew. Return False if, as far as dispatchers know, the sequence has ended or
         does not exist. Requests that no dispatcher has claimed yet are cancelled nevertheless.
         """
-        return await self._sequences.cancel_sequence(sequence_id)
+        return await self._load_sequences().cancel_sequence(sequence_id)
 
     async def forget_sequence(self, sequence_id: str) -> bool:
         """Forget a sequence that was aborted or has ended, so that its id begins anew.
@@ -384,8 +376,7 @@ class BatchClient:
         Return False if requests of the sequence still run or wait. Call `cancel_sequence` first then. Return
         True also if the sequence was not known.
         """
-        done = await self._call_queue(lambda: self._open_admin().forget_sequence(sequence_id))
-        return done is not False
+        return await self._load_sequences().forget_sequence(sequence_id)
 
     async def run_file(
         self,
@@ -398,14 +389,15 @@ class BatchClient:
     ) -> FileProgress:
         """Run a batch file in the format of OpenAI's batch API: submit each line, and write the answers.
 
-        After an interruption, call it again with the same arguments, and it continues where it stopped. The
-        options are those of `dispatcher.client.files.FileOptions`. `on_progress` is called once a second.
+        After an interruption, call it again with the same arguments, and it continues where it stopped. Its
+        options are described at `FileOptions`. `on_progress` is called once a second.
 
         Raises InputError (BadInputError for bad lines), TemplateError, JournalError, SinkError and
         QueueUnreachableError.
         """
         # Imported here, because most programs run no files and should start fast.
-        from dispatcher.client.files import FileOptions, FilePaths, run_file
+        from dispatcher.features.batch_files.options import FileOptions, FilePaths
+        from dispatcher.features.batch_files.run import run_file
 
         input_source, output_target = (
             Path(each) if isinstance(each, str) else each for each in (source, output)
@@ -419,7 +411,8 @@ class BatchClient:
             return
         self._is_closed = True
         # Close first what submits, so that no further request becomes pending.
-        await self._streams.aclose()
+        if self._streams is not None:
+            await self._streams.aclose()
         await self._submitter.aclose()
         for task in self._cancel_tasks:
             task.cancel()
@@ -449,7 +442,7 @@ class BatchClient:
             and item.results is not None
         ):
             raise ValueError(f"results: {results} {why}")
-        sent = await self._sequences.add_secret(item)
+        sent = item if item.sequence is None else await self._load_sequences().add_secret(item)
         submission = build_submission(
             sent, self._tokens.make_token(), queue=self._names.queue, results=results
         )
@@ -517,16 +510,6 @@ class BatchClient:
                 raise hook_error from error
         return result
 
-    async def _wait_until_arrived(self, handle: Handle) -> None:
-        with suppress(NoResultError):
-            await self._mailbox.wait_for_result(handle, None)
-
-    def _open_admin(self) -> RedisQueueAdmin:
-        # Imported here, because only sequences need it.
-        from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
-
-        return RedisQueueAdmin(self._redis, self._names)
-
     async def _wait_for_id(self, request_id: str, timeout: float | None) -> Result:
         if not self.name:
             raise ValueError("a client without a name finds its results by their handles alone")
@@ -556,7 +539,36 @@ class BatchClient:
         async with self._call_slots:
             return await self._outage.retry_while_unreachable(call, give_up_at)
 
+    def _load_sequences(self) -> SequenceClient:
+        if self._sequences is None:
+            # Imported here, because most programs have no sequences.
+            from dispatcher.features.sequences.client import SequenceClient
+            from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
+
+            self._sequences = SequenceClient(
+                RedisQueueAdmin(self._redis, self._names),
+                self._mailbox,
+                self._tokens,
+                self._call_queue,
+                self.enqueue,
+                self._wait_for_result,
+                self.cancel,
+            )
+        return self._sequences
+
+    def _load_streams(self) -> NamedStreams:
+        if self._streams is None:
+            # Imported here, because most programs have no named streams.
+            from dispatcher.features.named_streams.stream import NamedStreams
+
+            self._streams = NamedStreams(
+                self._backend, self._make_mailbox, self._call_queue, self._build_request
+            )
+        return self._streams
+
     def _make_mailbox(self, box: ResultBox, owner_id: str) -> Mailbox:
+        if self._is_closed:
+            raise QueueUnreachableError("the client was closed")
         blocking_scripts = ScriptRunner(self._redis, attempt_timeout_s=WAIT_S + 3.0)
         return Mailbox(
             self._backend.scripts, blocking_scripts, box, self._outage, self._backend.names, owner_id=owner_id

@@ -9,19 +9,20 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Itera
 from concurrent.futures import CancelledError, Future, wait
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from dispatcher.client.blocking_iteration import iterate_blocking
 from dispatcher.client.errors import QueueUnreachableError
 from dispatcher.client.item import Body, Handle, Item
 from dispatcher.client.result import Result
-from dispatcher.client.sequence import OpenSequence
 from dispatcher.client.stream import Items
-from dispatcher.core.requests.named_stream import StreamStatus
-from dispatcher.core.sequences.turns import SequenceSnapshot
 
 if TYPE_CHECKING:
-    from dispatcher.client.files import FileProgress
+    from dispatcher.features.batch_files.progress import FileProgress
+    from dispatcher.features.named_streams.state import StreamStatus
+    from dispatcher.features.sequences.blocking_client import BlockingSequence
+    from dispatcher.features.sequences.client import OpenSequence
+    from dispatcher.features.sequences.turns import SequenceSnapshot
 
 T = TypeVar("T")
-_END = object()
 
 
 class AsyncClient(Protocol):
@@ -98,7 +99,7 @@ class BlockingBatchClient:
 
         With a `name`, the stream continues where its last run under this name stopped.
         """
-        yield from _iterate_blocking(
+        yield from iterate_blocking(
             self._client.stream(items, max_pending=max_pending, ordered=ordered, name=name), self._run_call
         )
 
@@ -124,6 +125,9 @@ class BlockingBatchClient:
 
     def sequence(self, sequence_id: str | None = None, **options: Any) -> BlockingSequence:
         """Open a sequence, to send its requests."""
+        # Imported here, because most programs have no sequences.
+        from dispatcher.features.sequences.blocking_client import BlockingSequence
+
         return BlockingSequence(self._client.sequence(sequence_id, **options), self._run_call)
 
     def map_sequences(
@@ -175,70 +179,6 @@ class BlockingBatchClient:
         self._loop.close()
 
 
-class BlockingSequence:
-    """Blocking form of `OpenSequence`, made by `client.sequence(…)` of a blocking client.
-
-    A `for` over the sequence yields the results of the requests that `enqueue` submits.
-    """
-
-    def __init__(self, sequence: OpenSequence, run_call: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
-        self._sequence, self._run_call = sequence, run_call
-
-    def __repr__(self) -> str:
-        return f"<BlockingSequence of {self._sequence!r}>"
-
-    def __enter__(self) -> BlockingSequence:
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        self._run_call(self._sequence.__aexit__(*raised))
-
-    def __iter__(self) -> Iterator[Result]:
-        return _iterate_blocking(self._sequence.__aiter__(), self._run_call)
-
-    @property
-    def id(self) -> str:
-        """Id of the sequence."""
-        return self._sequence.id
-
-    @property
-    def next_index(self) -> int | None:
-        """Index of the next request, or `None` until the first request asks the queue for it."""
-        return self._sequence.next_index
-
-    def enqueue(self, body: Body, **options: Any) -> Handle:
-        """Submit the next request, and return its handle when it is in the queue."""
-        handle: Handle = self._run_call(self._sequence.enqueue(body, **options))
-        return handle
-
-    def send(self, body: Body, **options: Any) -> Result:
-        """Submit the next request, and wait for its result."""
-        result: Result = self._run_call(self._sequence.send(body, **options))
-        return result
-
-    def send_many(self, items: Iterable[Item | Body], *, last: bool = False) -> list[Result]:
-        """Submit many requests, and return their results in the same order."""
-        results: list[Result] = self._run_call(self._sequence.send_many(items, last=last))
-        return results
-
-    def cancel(self) -> bool:
-        """Cancel all unanswered requests, and end the sequence. Return False if it has already ended."""
-        done: bool = self._run_call(self._sequence.cancel())
-        return done
-
-
-def _iterate_blocking(
-    source: AsyncGenerator[T, None], run_call: Callable[[Coroutine[Any, Any, Any]], Any]
-) -> Iterator[T]:
-    """Yield the items of an asynchronous generator, each of which is awaited on the loop of the client."""
-    stream: _OpenStream[T] = _OpenStream(source)
-    try:
-        while (item := run_call(stream.next_item())) is not _END:
-            yield item
-    finally:
-        run_call(stream.aclose())
-
-
 async def _make_client(make: Callable[[], AsyncClient]) -> AsyncClient:
     # A coroutine, so that it runs on the loop of the thread: the parts of a client belong to that loop.
     return make()
@@ -272,30 +212,3 @@ class _Call(Generic[T]):
             self.outcome.set_exception(error)
         else:
             self.outcome.set_result(task.result())
-
-
-class _OpenStream(Generic[T]):
-    """Stream that can be closed while its next item is awaited, as happens after a second Ctrl-C.
-
-    An asynchronous generator raises RuntimeError if it is closed at that moment.
-    """
-
-    def __init__(self, source: AsyncGenerator[T, None]) -> None:
-        self._source = source
-        self._awaiting: asyncio.Task[Any] | None = None
-
-    async def next_item(self) -> Any:
-        """Return the next item, a T, or _END after the last one."""
-        self._awaiting = asyncio.current_task()
-        try:
-            return await anext(self._source, _END)
-        finally:
-            self._awaiting = None
-
-    async def aclose(self) -> None:
-        """Cancel the wait for the next item, and close the stream."""
-        if self._awaiting is not None:
-            if not self._awaiting.cancelling():  # a second cancel would interrupt the cleanup of the first
-                self._awaiting.cancel()
-            await asyncio.wait([self._awaiting])
-        await self._source.aclose()

@@ -5,8 +5,8 @@ All are subclasses of BatchError. A wrong argument raises ValueError or TypeErro
 
 from __future__ import annotations
 
-from dispatcher.core.errors import BatchError
-from dispatcher.core.requests.submission import QueueUnavailableError
+from dispatcher.common.errors import BatchError
+from dispatcher.requests.submission import QueueUnavailableError
 
 
 class QueueUnreachableError(BatchError, QueueUnavailableError):

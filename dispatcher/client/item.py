@@ -9,17 +9,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from dispatcher.client.result import Result
-from dispatcher.core.duration import parse_duration
-from dispatcher.core.requests.request import decline_slicing, encode_member
-from dispatcher.core.requests.score import compute_score
-from dispatcher.core.requests.submission import Submission
-from dispatcher.core.sequences.turns import Turn
+from dispatcher.common.duration import parse_duration
+from dispatcher.requests.request import ONE_CALL, encode_member
+from dispatcher.requests.score import compute_score
+from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.tracing import trace_submission
+
+if TYPE_CHECKING:
+    from dispatcher.features.sequences.turns import Turn
 
 Body = Mapping[str, Any] | bytes
 Deadline = str | float | timedelta | datetime
@@ -51,7 +53,7 @@ class Item:
     metadata: Mapping[str, str] = field(default_factory=dict)
     """Metadata of the request. `userid` names the tenant, `traceparent` the trace of the request."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Labels, by which requests can be listed and cancelled."""
+    """Labels for listing and cancelling requests."""
     results: str | None = None
     """Result list. `None` stands for the list of this client, an empty string for the default list of the
     queue. A result that goes to another list than the client's cannot be awaited with this client."""
@@ -148,7 +150,7 @@ def build_submission(item: Item, token: str, *, queue: str, results: str) -> Sub
     request_id = item.id or f"r-{secrets.token_hex(8)}"
     body = encode_body(item.body)
     try:
-        metadata = item.metadata if item.slicing else decline_slicing(item.metadata)
+        metadata = item.metadata if item.slicing else {**item.metadata, **ONE_CALL}
         with trace_submission(queue, request_id, metadata) as metadata:
             member = encode_member(
                 request_id,
@@ -161,13 +163,22 @@ def build_submission(item: Item, token: str, *, queue: str, results: str) -> Sub
                 headers=item.headers,
                 metadata=metadata,
                 labels=item.labels,
-                sequence=Turn(item.sequence) if isinstance(item.sequence, str) else item.sequence,
+                sequence=_make_turn(item.sequence),
             )
     except UnicodeEncodeError as error:
         raise ValueError("the request holds a lone surrogate, which is no character") from error
     if len(member) > MAX_MEMBER_BYTES:
         raise ValueError(f"the body: {len(body)} bytes are more than Redis takes")
     return Submission(member, score, request_id, token, deadline)
+
+
+def _make_turn(sequence: Turn | str | None) -> Turn | None:
+    if not isinstance(sequence, str):
+        return sequence
+    # Imported here, because most programs have no sequences.
+    from dispatcher.features.sequences.turns import Turn
+
+    return Turn(sequence)
 
 
 def encode_mapping(body: Mapping[str, Any]) -> bytes:

@@ -27,19 +27,19 @@ from dispatcher.client.errors import NameInUseError, NoResultError, QueueUnreach
 from dispatcher.client.item import Handle
 from dispatcher.client.outage import Outage, unreachable_error
 from dispatcher.client.result import Result, result_from_popped
-from dispatcher.core.errors import BatchError
-from dispatcher.core.requests.result import PoppedResult, decode_result
-from dispatcher.core.requests.submission import QueueUnavailableError
+from dispatcher.common.errors import BatchError
 from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis import producer
 from dispatcher.queue.redis.producer import ResultBox
 from dispatcher.queue.redis.scripts import ScriptRunner
+from dispatcher.requests.result import PoppedResult, decode_result
+from dispatcher.requests.submission import QueueUnavailableError
 
 _log = logging.getLogger("batch_dispatcher.client")
 WAIT_S = 5.0
 """Longest time of one blocking command. Longer waits use several commands."""
 OWNER_TTL_S = 15
-"""Seconds after its last collect call at which a client loses its name to another client."""
+"""Seconds after the last collect call of a client until another client may take its name."""
 _NO_TIMEOUT_S = 86_400.0
 """Time limit of a wait that the next collect call ends anyway, by its result or by its error."""
 DEADLINE_GRACE_S = 10.0

@@ -11,8 +11,8 @@ from typing import TypeVar
 from redis import exceptions as errors
 
 from dispatcher.client.errors import QueueUnreachableError
-from dispatcher.core.requests.submission import CallRefusedError, QueueUnavailableError
 from dispatcher.queue.redis.scripts import CallFailedError, WrongKeyError
+from dispatcher.requests.submission import CallRefusedError, QueueUnavailableError
 
 T = TypeVar("T")
 
@@ -83,10 +83,13 @@ class Outage:
         fails after `give_up_at` (monotonic clock).
         """
         while True:
+            began_at = time.monotonic()
             try:
                 answer = await call()
             except QueueUnavailableError as error:
-                if (error_to_raise := self.record_failure(error)) is not None:
+                # Until the queue was reached, the time of the call itself counts. Later calls may wait long.
+                outage_began_at = None if self._was_reached else began_at
+                if (error_to_raise := self.record_failure(error, outage_began_at)) is not None:
                     raise error_to_raise from error
                 if time.monotonic() >= give_up_at:
                     raise unreachable_error(error) from error

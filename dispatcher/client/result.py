@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 
 from dispatcher.client.errors import NoResultError
-from dispatcher.core.errors import BatchError
-from dispatcher.core.requests.answer_text import extract_answer_text
-from dispatcher.core.requests.result import ErrorCode, PoppedResult
-from dispatcher.core.requests.usage import parse_token_usage
+from dispatcher.common.errors import BatchError
+from dispatcher.requests.answer_text import extract_answer_text
+from dispatcher.requests.result import ErrorCode, PoppedResult
+from dispatcher.requests.usage import parse_token_usage
 
 _MAX_SHOWN_CHARS = 200
 

@@ -67,7 +67,7 @@ async def stream_results(
             earlier_handles.clear()  # lets handles and results be freed once the results were yielded
             async for some in _read_portions(items, window):
                 handles = await enqueue(some)
-                # A named stream returns no handle for items that it knows already: they take no place.
+                # An item without a handle, whose result was consumed before, takes no place.
                 window.add_space(len(some) - len(handles))
                 for handle in handles:
                     start_wait(handle)
@@ -114,8 +114,8 @@ class _Window:
     async def wait_for_space(self) -> int:
         """Wait until there is space, and return for how many requests.
 
-        `free_count` is negative while more requests are pending than allowed: earlier runs of a named stream
-        may have had a larger limit.
+        `free_count` is negative while more requests are pending than allowed, because there were more earlier
+        handles than that.
         """
         while self.free_count <= 0:
             self._freed.clear()

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 from dispatcher.client.errors import QueueUnreachableError
 from dispatcher.client.outage import Outage, unreachable_error
-from dispatcher.core.requests.submission import QueueUnavailableError, Submission
 from dispatcher.queue.redis import producer
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.scripts import MAX_SCRIPT_BYTES
+from dispatcher.requests.submission import QueueUnavailableError, Submission
 
 MAX_SUBMISSIONS_PER_CALL = 1000
 _MAX_REPLY_TTL_S = 86_400

@@ -1,21 +1,15 @@
 """Constants that every implementation of the queue shares. The values of `LUA_CONSTANTS` are
 written into the scripts.
 
-They are not settings, because all dispatchers of a queue must use the same values, including dispatchers of
-different versions.
+They are not settings, because all dispatchers of a queue must use the same values, older and newer ones. The
+numbers of a feature are in the header of its main Lua file (lua_files.py).
 """
 
 from __future__ import annotations
 
-from dispatcher.core.requests.lanes import SUSPECT_DEATHS
-from dispatcher.core.requests.oversize import KEPT_BYTES
-from dispatcher.core.requests.score import EARLIEST_DEADLINE, PRIORITIES, PRIORITY_STEP
-from dispatcher.core.sequences.turns import (
-    MAX_RUNS,
-    MAX_UNPARKED_PER_STEP,
-    MAX_WAITING_SHOWN,
-    TURN_CHECK_INTERVAL_S,
-)
+from dispatcher.requests.lanes import SUSPECT_DEATHS
+from dispatcher.requests.oversize import KEPT_BYTES
+from dispatcher.requests.score import EARLIEST_DEADLINE, PRIORITIES, PRIORITY_STEP
 
 PREFIX_BYTES = 512
 """Number of bytes of a member that order entries with equal scores, once the request was claimed."""
@@ -33,25 +27,8 @@ CLOCK_STEP_S = 1.0
 SWEEP_GAP_S = 2.0
 """Seconds between two sweeps after which the queue counts as having been unreachable. Every owner sweeps each
 second."""
-MAX_SEQUENCES_PER_SWEEP = 200
-"""Largest number of due sequences that one sweep checks."""
-MAX_RETURNED_PER_CALL = 200
-"""Largest number of requests that wait for their model and that one step returns to the queue."""
-MAX_CANCEL_CHECKS_PER_SWEEP = 250
-"""Largest number of requests that wait for their model and that one sweep checks for a cancel marker. The
-check takes 1 to 2 ms of the server's time."""
-MAX_COUNTED_MODELS = 1000
-"""Largest number of models in one count of the requests that wait for their model."""
-WARM_MARKER_S, WARM_UP_LOCK_S, MODEL_IN_USE_S = 60, 30, 15
-"""Seconds for which an entry of the model registry holds: a warm marker, a warm-up lock, and a model in
-use."""
-MAX_MARKERS = 100_000
-"""Largest number of markers of one kind that are read at once."""
-MAX_PINS = 100_000
-MAX_PIN_S = 365 * 86_400.0
-"""Largest number of pins that are remembered, and the longest time in seconds for which one is kept."""
-MAX_LABELS_OR_DRAINS = 1000
-"""Largest number of labels, and of drains, that operators may set."""
+MAX_POOL_IDENTITIES = 16
+"""Largest number of identities of pools that are read from one queue."""
 REPLY_TTL_S = 60
 """Seconds for which a repeated call gets the same reply."""
 MAX_ACTIVE_BYTES = 65_536
@@ -79,19 +56,6 @@ LUA_CONSTANTS = {
     "SAME_READING_S": SAME_READING_S,
     "CLOCK_STEP_S": CLOCK_STEP_S,
     "SWEEP_GAP_S": SWEEP_GAP_S,
-    "CHECK_INTERVAL_S": TURN_CHECK_INTERVAL_S,
-    "MAX_SEQUENCES_PER_SWEEP": MAX_SEQUENCES_PER_SWEEP,
-    "MAX_UNPARKED_PER_STEP": MAX_UNPARKED_PER_STEP,
-    "MAX_RUNS": MAX_RUNS,
-    "MAX_WAITING_SHOWN": MAX_WAITING_SHOWN,
-    "MAX_CANCEL_CHECKS_PER_SWEEP": MAX_CANCEL_CHECKS_PER_SWEEP,
-    "MAX_COUNTED_MODELS": MAX_COUNTED_MODELS,
-    "WARM_MARKER_S": WARM_MARKER_S,
-    "WARM_UP_LOCK_S": WARM_UP_LOCK_S,
-    "MODEL_IN_USE_S": MODEL_IN_USE_S,
-    "MAX_MARKERS": MAX_MARKERS,
-    "MAX_PIN_S": MAX_PIN_S,
-    "MAX_LABELS_OR_DRAINS": MAX_LABELS_OR_DRAINS,
     "DONE": DONE,
     "LOST": LOST,
     "BAD_LIST": BAD_LIST,

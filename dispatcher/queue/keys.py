@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from dispatcher.core.patterns import matches_any
-from dispatcher.core.requests.cluster_slot import explain_brace_fault, extract_hash_tag
-from dispatcher.core.requests.lanes import CLOSED_LANES, Lane
-from dispatcher.core.requests.result_lists import CLIENT_LISTS, default_patterns
-from dispatcher.core.sequences.turns import Turn, digest_owner
+from dispatcher.common.patterns import matches_any
+from dispatcher.queue.lua_files import ALL_FEATURES, FEATURE_KEYS, FEATURE_POOL_KEYS, LUA_FEATURES, OTHER_KEYS
+from dispatcher.requests.cluster_slot import explain_brace_fault, extract_hash_tag
+from dispatcher.requests.lanes import CLOSED_LANES, Lane
+from dispatcher.requests.result_lists import CLIENT_LISTS, default_patterns
 
 FOREIGN_ACTIVE_PREFIX = "request-active:"
 FOREIGN_CANCEL_PREFIX = "request-cancel:"
@@ -42,53 +43,38 @@ POOL_KEYS = {
     "HEARTBEATS": ("heartbeats", "zset"),
     "PAUSED": ("paused", "string"),
 }
-SEQUENCE_KEYS = {
-    "SEQUENCED": ("sequenced", "zset"),
-    "SEQUENCES": ("sequences", "hash"),
-    "CONVERSATIONS": ("sequences:conversations", "hash"),
-    "RUN_QUEUES": ("sequences:turns", "zset"),
-    "PARKED": ("sequences:parked", "zset"),
-    "CLOSED_RUNS": ("sequences:closed-runs", "zset"),
-    "SEQUENCE_CHECKS": ("sequences:checks", "zset"),
-}
-WAITING_FOR_MODEL_KEYS = {
-    "WAITING_FOR_MODEL": ("waiting-for-model", "zset"),
-    "WAITING_FOR_MODEL_ORDER": ("waiting-for-model:order", "zset"),
-    "WAITING_FOR_MODEL_COUNTS": ("waiting-for-model:counts", "zset"),
-}
-PROGRESS_KEYS = {
-    "STARTED": ("started", "zset"),
-    "PROGRESS": ("progress", "hash"),
-}
 """Name of each lasting key in the scripts, with its suffix (empty for the queue itself) and its type.
 
-A queue has its own keys except for the pool keys, which all queues of its pool share. The keys of sequences,
-of requests that wait for a model and of requests with progress come last: scripts check their types only if
-there is such a request.
+A queue has its own keys except for the pool keys, which all queues of its pool share. The keys of
+features (lua_files.py) come last: scripts check their types only if there is such a request.
 """
-MODEL_REGISTRY_KEYS = {
-    "WARM_MARKERS": ("models:warm", "zset"),
-    "WARM_UP_LOCKS": ("models:warm-up-locks", "zset"),
-    "MODELS_IN_USE": ("models:in-use", "zset"),
-    "LABELS": ("models:labels", "zset"),
-    "DRAINS": ("models:drains", "zset"),
-    "PINS": ("models:pins", "hash"),
-    "PINS_LAST_USED": ("models:pins:last-used", "zset"),
+KERNEL_KEYS = {**QUEUE_KEYS, **POOL_KEYS}
+SCRIPT_KEYS = {**KERNEL_KEYS, **FEATURE_KEYS}
+"""Keys in the order in which scripts get them, without features and with all of them."""
+LANE_LETTERS = {
+    lane: letter
+    for lane in Lane
+    for key, letter in (
+        ("SUSPECTS", "S"),
+        *(each.lane[:2] for each in LUA_FEATURES.values() if each.lane),
+    )
+    if SCRIPT_KEYS[key][0] == lane.value
 }
-"""Keys of the model registry of a pool. They are separate from all other keys, and only the scripts of the
-registry get them."""
-SCRIPT_KEYS = {**QUEUE_KEYS, **POOL_KEYS, **SEQUENCE_KEYS, **WAITING_FOR_MODEL_KEYS, **PROGRESS_KEYS}
-"""Keys in the order in which all scripts but those of the model registry get them."""
-SECRET_SUFFIX = "sequences:secret"  # noqa: S105 - the suffix of a key
+"""Letters by which scripts name the lanes of this program."""
+IDENTITIES_SUFFIX = "pool-identities"
 _LASTING_ENDINGS = tuple(
     f":{suffix}"
     for suffix in (
-        *(suffix for suffix, _ in (*SCRIPT_KEYS.values(), *MODEL_REGISTRY_KEYS.values()) if suffix),
-        SECRET_SUFFIX,
+        *(suffix for suffix, _ in (*SCRIPT_KEYS.values(), *FEATURE_POOL_KEYS.values()) if suffix),
+        IDENTITIES_SUFFIX,
+        *(name for name in OTHER_KEYS if not name.endswith(":")),
     )
 )
-"""Endings of the keys of a queue and its pool that do not expire. None of them is the end of another one."""
-_EXPIRING_PARTS = (":reply:", ":posted:", ":active:", ":cancel:", ":sequences:cancelled:", ":streams:")
+"""Endings of the keys of a queue and its pool that have no id. None of them is the end of another one."""
+_EXPIRING_PARTS = (
+    *(":reply:", ":posted:", ":active:", ":cancel:", ":streams:"),
+    *(f":{name}" for name in OTHER_KEYS if name.endswith(":")),
+)
 """Parts of the keys that expire. Each is followed by an id."""
 _ANONYMOUS_CLIENT_LIST = re.compile(r"batch-results:(?:\{[0-9a-f]{16}\}|[0-9a-f]{16})")
 _CLIENT_LIST_PREFIX = CLIENT_LISTS.removesuffix("*")
@@ -162,18 +148,26 @@ class QueueNames:
     @property
     def script_keys(self) -> tuple[str, ...]:
         """All lasting keys of the queue and of its pool in the order that the scripts expect, except for
-        those of the model registry."""
+        the pool keys of features."""
+        return self.list_script_keys(ALL_FEATURES)
+
+    def list_script_keys(self, features: Sequence[str]) -> tuple[str, ...]:
+        """Return the keys that a script gets which is built for these features."""
         queue_keys = (
             f"{self.queue_prefix}:{suffix}" if suffix else self.queue for suffix, _ in QUEUE_KEYS.values()
         )
         pool_keys = (f"{self.pool_prefix}:{suffix}" for suffix, _ in POOL_KEYS.values())
-        rarely_used = (*SEQUENCE_KEYS.values(), *WAITING_FOR_MODEL_KEYS.values(), *PROGRESS_KEYS.values())
-        return (*queue_keys, *pool_keys, *(f"{self.queue_prefix}:{suffix}" for suffix, _ in rarely_used))
+        of_features = (key for name in features for key in LUA_FEATURES[name].keys.values())
+        return (*queue_keys, *pool_keys, *(f"{self.queue_prefix}:{suffix}" for suffix, _ in of_features))
 
     @property
-    def model_registry_keys(self) -> tuple[str, ...]:
-        """Keys of the model registry in the order that its scripts expect."""
-        return tuple(f"{self.pool_prefix}:{suffix}" for suffix, _ in MODEL_REGISTRY_KEYS.values())
+    def feature_pool_keys(self) -> tuple[str, ...]:
+        """Lasting keys of features that all queues of the pool share."""
+        return tuple(key for name in ALL_FEATURES for key in self.list_pool_keys(name))
+
+    def list_pool_keys(self, feature: str) -> tuple[str, ...]:
+        """Return the pool keys of a feature in the order that its scripts expect."""
+        return tuple(f"{self.pool_prefix}:{suffix}" for suffix, _ in LUA_FEATURES[feature].pool_keys.values())
 
     @property
     def control_key(self) -> str:
@@ -192,7 +186,7 @@ class QueueNames:
 
     @property
     def progress_key(self) -> str:
-        """Key of what earlier slices of entries have generated."""
+        """Key of the progress of entries that go on with another call."""
         return f"{self.queue_prefix}:progress"
 
     @property
@@ -200,6 +194,11 @@ class QueueNames:
         """Keys of the sets from which a claim takes requests."""
         lanes = (f"{self.queue_prefix}:{lane.value}" for lane in Lane if lane not in CLOSED_LANES)
         return self.queue, f"{self.queue_prefix}:returned", *lanes
+
+    @property
+    def identities_key(self) -> str:
+        """Key of the identities of the pools to which the dispatchers send (queue/pool_identity.py)."""
+        return f"{self.pool_prefix}:{IDENTITIES_SUFFIX}"
 
     @property
     def outbox_key(self) -> str:
@@ -218,38 +217,12 @@ class QueueNames:
         """Return the key that marks the request with this id and token as cancelled."""
         return f"{self.queue_prefix}:cancel:{request_id}:{token}"
 
-    def get_sequence_owner(self, turn: Turn) -> str:
-        """Return the producer that may use the sequence of this turn. The users of the default list have an
-        empty name, whether they name the list or not."""
-        return "" if turn.owner == self._default_owner else turn.owner
-
-    @cached_property
-    def _default_owner(self) -> str:
-        return digest_owner("", self.result_list)
-
-    @property
-    def sequence_secret_key(self) -> str:
-        """Key of the secret that all programs with our client share for their sequences."""
-        return f"{self.queue_prefix}:{SECRET_SUFFIX}"
-
     def result_list_for_id(self, request_id: str) -> str:
         """Return the result list of one request, so that the result can be found by the id of the request."""
         # A digest, because an id may have any length and any characters.
         text = f"{self.queue}\0{request_id}".encode(errors="surrogatepass")
         digest = hashlib.sha256(text).hexdigest()[:32]
         return f"{CLIENT_LISTS.removesuffix('*')}{{{extract_hash_tag(self.queue)}}}:id:{digest}"
-
-    def stream_keys(self, name: str) -> tuple[str, str]:
-        """Return the keys with the requests of a named stream: those that are pending, and the consumed ones
-        (lua/named_streams.lua)."""
-        return f"{self.queue_prefix}:streams:{name}:pending", f"{self.queue_prefix}:streams:{name}:consumed"
-
-    def stream_result_list(self, name: str) -> str:
-        """Return the result list of a named stream.
-
-        It is in the slot of the queue's keys, so that one script can note a result as consumed and remove it.
-        """
-        return f"{CLIENT_LISTS.removesuffix('*')}{self.queue_prefix}:stream-{name}"
 
     def is_anonymous_client_list(self, name: str) -> bool:
         """Return whether this is the list of a client without a name. Nothing reads it once the client has
@@ -297,6 +270,11 @@ class QueueNames:
         if _may_be_client_key(name):
             return "may be a key of a client"
         return None if matches_any(self._allowed_patterns, name) else "is not among queue.result_lists"
+
+
+def encode_key(name: str) -> bytes:
+    """Encode a name of a request as a key. A lone surrogate must not raise here."""
+    return name.encode(errors="surrogatepass")
 
 
 def _may_be_queue_key(name: str) -> bool:

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from dispatcher.core.requests.request import Rejection, encode_member, parse_member
-from dispatcher.core.requests.score import PRIORITIES, PRIORITY_STEP, compute_score
-from dispatcher.core.sequences.turns import Turn
-from dispatcher.ports import Submission
 from dispatcher.queue.keys import QueueNames
-
-
-def _append_to_sequence(turn: Turn | None) -> Turn | None:
-    """Return a turn after all others. The sequence has gone on without the request."""
-    return None if turn is None else Turn(turn.id, on_error=turn.on_error, secret=turn.secret)
+from dispatcher.requests.request import Rejection, encode_member, parse_member
+from dispatcher.requests.score import PRIORITIES, PRIORITY_STEP, compute_score
+from dispatcher.requests.submission import Submission
 
 
 def build_resubmission(names: QueueNames, member: bytes, score: float, deadline: int) -> Submission | None:
@@ -41,7 +35,7 @@ def build_resubmission(names: QueueNames, member: bytes, score: float, deadline:
         queue=request.queue,
         queue_id=request.queue_id,
         correlation_id=request.correlation_id,
-        sequence=_append_to_sequence(request.sequence),
+        sequence=request.sequence and request.sequence.move_to_end(),
     )
     # A foreign producer may have used a score without a priority: such a request gets the first one.
     band = score // PRIORITY_STEP

@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from dispatcher.core.merging.grouping import DEFAULT_CHECK_EVERY, BatchRule, GroupingRule, MergeMode
-from dispatcher.core.merging.shapes import SHAPES, find_shape
-from dispatcher.core.requests.queue_timeouts import RuleTimeout, TimeoutAction
+from dispatcher.common.grouping import GroupingRule
+from dispatcher.features.merging.rules import BatchRule, MergeMode
+from dispatcher.features.merging.shapes import SHAPES, find_shape
+from dispatcher.requests.queue_timeouts import RuleTimeout, TimeoutAction
 from dispatcher.settings.section import Section
 from dispatcher.settings.values import AutoNumber, UrlPath, setting_error
 
@@ -30,7 +31,7 @@ class BatchRuleSettings(Section):
     shape: ShapeName | None = Field(
         None,
         description="Which list of the body is merged, and how the answer is split "
-        "(docs/how-to/batching.md). If null, the usual shape for the first path.",
+        "(docs/how-to/merging.md). If null, the usual shape for the first path.",
     )
     max_size: int = Field(32, ge=1, le=4096, description="Largest number of items in a merged call.")
     preferred_sizes: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)] = Field(
@@ -45,11 +46,6 @@ class BatchRuleSettings(Section):
         description="Longest time for which a request waits for others to merge with, in seconds. `auto` is "
         "for slow servers that process one call at a time: 0.02, and in mode `auto` 0.6 of the measured call "
         "time, at most 5.",
-    )
-    idle_flush: bool = Field(
-        True,
-        description="If true, requests do not wait for others while the queue is known to be empty, except "
-        "for the next requests of sequences in flight.",
     )
     unit: Literal["item", "call"] = Field(
         "item",
@@ -87,17 +83,8 @@ class BatchRuleSettings(Section):
     sequences: bool = Field(
         False,
         description="If true, requests of different sequences are merged, at most one of each sequence. The "
-        "server must keep the state of each sequence apart, by what the items or `parameters` say. Such "
-        "calls are not checked (check_every), because an item that is sent twice would change the state.",
-    )
-    check_every: int = Field(
-        DEFAULT_CHECK_EVERY,
-        ge=1,
-        le=1_000_000,
-        description="Number of merged calls of which one is checked: one of its items is also sent alone, "
-        "and no request of the call gets its answer before both are compared. The first three calls of each "
-        "model are compared completely. A smaller number finds a server that begins to mix up answers "
-        "sooner, but costs more single calls.",
+        "server must keep the state of each sequence apart, by what the items or `parameters` say. The "
+        "answers of such calls are not checked, because an item that is sent twice would change the state.",
     )
 
     @field_validator("preferred_sizes")
@@ -135,13 +122,11 @@ class BatchRuleSettings(Section):
                 max_size=self.max_size,
                 preferred_sizes=self.preferred_sizes,
                 max_delay_s=DEFAULT_DELAY_S if self.max_delay_s is None else self.max_delay_s,
-                idle_flush=self.idle_flush,
                 max_weight=self.max_tokens_per_call or inf,
             ),
             unit_per_call=self.unit == "call",
             max_items=self.max_items,
             merge_sequences=self.sequences,
-            check_every=self.check_every,
             can_stretch_delay=self.max_delay_s is None,
         )
 
@@ -149,7 +134,7 @@ class BatchRuleSettings(Section):
 class BatchingSettings(Section):
     """Merging of many small requests into one call to the model server.
 
-    Producers still submit single requests, and each gets its own answer (docs/how-to/batching.md).
+    Producers still submit single requests, and each gets its own answer (docs/how-to/merging.md).
     """
 
     mode: Literal["off", "auto", "on"] = Field(

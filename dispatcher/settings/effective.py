@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from dispatcher.core.requests.result_lists import default_patterns
+from dispatcher.requests.result_lists import default_patterns
 from dispatcher.settings.load import key_paths
 from dispatcher.settings.model import Settings
 from dispatcher.settings.yaml_source import ENV_PREFIX, resolve_scalar

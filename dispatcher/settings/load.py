@@ -13,7 +13,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from dispatcher.core.duration import parse_duration
+from dispatcher.common.duration import parse_duration
 from dispatcher.settings.model import AdminSettings, PoolSettings, Settings
 from dispatcher.settings.queue import QueueSettings, with_derived_names
 from dispatcher.settings.small_files import read_regular_file, read_with_timeout
@@ -158,8 +158,7 @@ def parse_settings(
     try:
         settings = Settings.from_tree(root)
     except ValidationError as error:
-        errors = error.errors(include_url=False, include_input=True)
-        problems += [_to_problem(details, root, name) for details in errors]
+        problems += find_problems(error, root, name)
     else:
         if not problems:
             # The model is frozen. Nothing else has a reference to the object yet, so this change is safe.
@@ -169,6 +168,14 @@ def parse_settings(
     return sorted(
         problems, key=lambda problem: (problem.source == ENVIRONMENT, problem.line or 0, problem.where)
     )
+
+
+def find_problems(
+    error: ValidationError, root: Node, name: str, model: type[BaseModel] = Settings
+) -> list[Problem]:
+    """Return the problems of a tree that is not valid for the model, with their places."""
+    errors = error.errors(include_url=False, include_input=True)
+    return [_to_problem(details, root, name, model) for details in errors]
 
 
 def _build_tree(
@@ -255,18 +262,15 @@ def _changed_paths(old: Any, new: Any, path: str) -> Iterator[str]:
         yield path
 
 
-def _to_problem(details: ErrorDetails, root: Node, name: str) -> Problem:
+def _to_problem(details: ErrorDetails, root: Node, name: str, model: type[BaseModel]) -> Problem:
     path = [part for part in details["loc"] if part != "[key]"]  # pydantic's mark of a key of a mapping
+    message = _error_message(details, path, model)
     node = _find_node(root, path)
     if node is not None and node.variable:
-        return Problem(
-            ENVIRONMENT, node.variable + _dotted_path(_from_first_index(path)), _error_message(details, path)
-        )
+        return Problem(ENVIRONMENT, node.variable + _dotted_path(_from_first_index(path)), message)
     if name == ENVIRONMENT:  # without a file, name the variable that is missing
-        return Problem(name, ENV_PREFIX + "__".join(map(str, path)).upper(), _error_message(details, path))
-    return Problem(
-        name, _dotted_path(path), _error_message(details, path), None if node is None else node.line
-    )
+        return Problem(name, ENV_PREFIX + "__".join(map(str, path)).upper(), message)
+    return Problem(name, _dotted_path(path), message, None if node is None else node.line)
 
 
 def _find_node(root: Node, path: Sequence[str | int]) -> Node | None:
@@ -322,18 +326,18 @@ _BOUNDS = {
 }
 
 
-def _error_message(details: ErrorDetails, path: Sequence[str | int]) -> str:
+def _error_message(details: ErrorDetails, path: Sequence[str | int], model: type[BaseModel]) -> str:
     """Return the message for an error of pydantic. It repeats numbers, but no values that may be secrets."""
     kind, context, given = details["type"], details.get("ctx", {}), details["input"]
     if kind == "extra_forbidden":
-        return _unknown_key_message(path)
+        return _unknown_key_message(path, model)
     if kind in _BOUNDS:
         bound, words = _BOUNDS[kind]
         # A share of 5 was probably meant as 5 %.
         is_percent = kind == "less_than" and context[bound] == 1 and isinstance(given, int | float)
         hint = f" (a share: {given:g}% is {given / 100:g})" if is_percent and 1 < given < 100 else ""
         return f"{words} {context[bound]}, not {str(given)[:20]}{hint}"
-    if kind == "literal_error":
+    if kind in ("literal_error", "enum"):
         choices = str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
         if "[key]" in details["loc"]:
             return f"unknown key{suggest_nearest(str(given), choices)}"
@@ -357,11 +361,11 @@ def _number_hint(given: object, path: Sequence[str | int]) -> str:
         return " (of seconds)"
 
 
-def _unknown_key_message(path: Sequence[str | int]) -> str:
+def _unknown_key_message(path: Sequence[str | int], model: type[BaseModel]) -> str:
     """Return the message about an unknown key. It names a similar key of the section, or else a key with the
     same name in another section."""
     *parents, last = (str(part) for part in path)
-    siblings: type[BaseModel] = Settings
+    siblings = model
     for parent in parents:
         if parent.isdigit():
             continue  # an index in a list
@@ -371,7 +375,7 @@ def _unknown_key_message(path: Sequence[str | int]) -> str:
         siblings = kind
     hint = suggest_nearest(last, siblings.model_fields)
     if not hint:
-        same = [path for path in key_paths(Settings) if path.rpartition(".")[2] == last]
+        same = [path for path in key_paths(model) if path.rpartition(".")[2] == last]
         hint = f" (did you mean {same[0]}?)" if same else ""
     return f"unknown key{hint}"
 

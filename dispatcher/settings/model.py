@@ -6,19 +6,21 @@ object.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     Field,
     ValidationInfo,
+    create_model,
     field_serializer,
     field_validator,
     model_validator,
 )
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from dispatcher.core.limit.budget import Policy
-from dispatcher.core.requests.headers import normalize_name
+from dispatcher.features import import_modules
+from dispatcher.limit.budget import Policy
+from dispatcher.requests.headers import normalize_name
 from dispatcher.settings.batching import BatchingSettings
 from dispatcher.settings.models import MAX_MODELS, Models, ModelSettings
 from dispatcher.settings.queue import QueueSettings, with_derived_names
@@ -26,7 +28,6 @@ from dispatcher.settings.section import Section
 from dispatcher.settings.sequences import SequenceSettings
 from dispatcher.settings.serving import ServingSettings, is_observing_models, with_vllm_servers
 from dispatcher.settings.signals import SignalsSettings, Source
-from dispatcher.settings.slicing import SlicingSettings
 from dispatcher.settings.tls import TlsSettings
 from dispatcher.settings.values import (
     CONTROL_HEADERS,
@@ -42,6 +43,8 @@ from dispatcher.settings.values import (
     setting_error,
 )
 from dispatcher.settings.yaml_source import Node, TreeSource
+
+S = TypeVar("S", bound=Section)
 
 
 class PoolSettings(Section):
@@ -244,13 +247,6 @@ class RetrySettings(Section):
         ge=1,
         description="Number of failed attempts after which a request is moved to the dead-letter set.",
     )
-    max_deliveries: int = Field(
-        5,
-        ge=1,
-        description="Number of dispatchers that may die with a suspect request before it is moved to the "
-        "dead-letter set. With fewer than 5, a harmless request that ran beside the deadly one may be blamed "
-        "(docs/decisions/0004).",
-    )
 
     @field_validator("max_s")
     @classmethod
@@ -292,6 +288,13 @@ class AdminSettings(Section):
         "at each request. The probes need no token, and neither does the page at `/`, which asks for it. If "
         "empty, no token is required.",
     )
+    allowed_hosts: Annotated[tuple[Text, ...], Field(strict=False)] = Field(
+        (),
+        description="Names by which the port is reached, besides IP addresses, names without a dot, the "
+        "host name, and names that end in `.svc`, `.local`, `.internal`, `.localhost` or `.test`; `*` "
+        "matches any characters. Requests with another name in their Host header are refused if "
+        "admin.token_file is empty, because a page of a stranger could send them (DNS rebinding).",
+    )
 
 
 class LogSettings(Section):
@@ -321,9 +324,7 @@ class TracingSettings(Section):
     )
 
 
-class Settings(Section, BaseSettings):
-    """Complete configuration of one dispatcher."""
-
+class _FirstSections(Section, BaseSettings):
     # pydantic merges the configuration of both base classes.
     model_config: ClassVar[SettingsConfigDict] = {}
 
@@ -334,7 +335,26 @@ class Settings(Section, BaseSettings):
     budget: BudgetSettings = BudgetSettings()
     batching: BatchingSettings = BatchingSettings()
     sequences: SequenceSettings = SequenceSettings()
-    slicing: SlicingSettings = SlicingSettings()
+
+
+def _list_feature_sections() -> dict[str, Any]:
+    """Return the types and defaults of the sections of all features, by key."""
+    return {
+        key: (kind, kind())
+        for module in import_modules("settings").values()
+        for key, kind in module.SECTIONS.items()
+    }
+
+
+if TYPE_CHECKING:
+    _FeatureSections = _FirstSections
+else:
+    _FeatureSections = create_model("_FeatureSections", __base__=_FirstSections, **_list_feature_sections())
+
+
+class Settings(_FeatureSections):
+    """Complete configuration of one dispatcher: the sections of the kernel and those of the features."""
+
     serving: ServingSettings = ServingSettings()
     models: Models = Field(
         (),
@@ -422,6 +442,10 @@ class Settings(Section, BaseSettings):
     def serving_with_servers(self) -> ServingSettings:
         """Section `serving`, with the servers of `signals.vllm` if it names none."""
         return with_vllm_servers(self.signals.vllm, self.serving)
+
+    def get_section(self, kind: type[S]) -> S:
+        """Return the section of a feature by its class."""
+        return next(value for _, value in self if isinstance(value, kind))
 
     def limit_policy(self, source: Source | None = None) -> Policy:
         """Return the policy of the limiter for readings from `source`, by default the preferred source."""

@@ -17,9 +17,9 @@ from pydantic import (
     model_serializer,
 )
 
-from dispatcher.core.models.version_policy import VersionPolicy
-from dispatcher.core.models.version_template import VersionTemplate
-from dispatcher.core.requests.lanes import MAX_MODEL_NAME_BYTES
+from dispatcher.features.models.version_policy import VersionPolicy
+from dispatcher.features.models.version_template import VersionTemplate
+from dispatcher.requests.lanes import MAX_MODEL_NAME_BYTES
 from dispatcher.settings.section import Section
 from dispatcher.settings.values import Text, ValueNotation, setting_error
 from dispatcher.settings.yaml_source import suggest_nearest

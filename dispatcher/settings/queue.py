@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from dispatcher.core.requests.cluster_slot import explain_brace_fault
+from dispatcher.requests.cluster_slot import explain_brace_fault
 from dispatcher.settings.section import Section
 from dispatcher.settings.values import Key, SecretUrl, Text, setting_error, url_validator
 

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from dispatcher.core.requests.headers import SESSION_TOKEN, normalize_name
-from dispatcher.core.sequences.decisions import SequenceOverride, SequenceTerms
-from dispatcher.core.sequences.turns import CarryMode, OnError
+from dispatcher.features.sequences.decisions import SequenceOverride, SequenceTerms
+from dispatcher.features.sequences.turns import CarryMode, OnError
+from dispatcher.requests.headers import SESSION_TOKEN, normalize_name
 from dispatcher.settings.models import ModelName
 from dispatcher.settings.section import Section
 from dispatcher.settings.values import Text, check_own_header, setting_error
@@ -75,9 +75,6 @@ class SequenceSettings(Section):
         "that does not set `on_error` itself. `continue`: they are sent. `abort`: they fail with "
         "SEQUENCE_ABORTED. `hold`: they wait for an operator.",
     )
-    gap_s: float = Field(
-        60.0, ge=0, le=86_400, description="Seconds for which later requests wait for a missing index."
-    )
     after_end: Literal["new", "refuse"] = Field(
         "new",
         description="What happens to requests after the end of a sequence. `new`: they begin the sequence "
@@ -136,6 +133,11 @@ class SequenceSettings(Section):
             raise setting_error("must not be sequences.header")
         return name
 
+    @property
+    def session_headers(self) -> tuple[str, str]:
+        """Headers that name a sequence or its server. A producer must not set them."""
+        return self.header, self.session_id_header
+
     def build_terms(self) -> SequenceTerms:
         """Return the settings as the queue uses them."""
         return SequenceTerms(
@@ -144,7 +146,6 @@ class SequenceSettings(Section):
             max_active=self.max_active,
             max_waiting=self.max_waiting,
             on_error=OnError(self.on_error),
-            gap_s=self.gap_s,
             refuse_after_end=self.after_end == "refuse",
             overrides=tuple(
                 SequenceOverride(model.match, model.max_idle_s, model.max_active) for model in self.models

@@ -34,7 +34,7 @@ class WarmupSettings(Section):
 
 
 class ServingSettings(Section):
-    """Observation of the models that the pool serves ([signals.md](signals.md#which-models-are-served)).
+    """Observation of the models that the pool serves ([models.md](models.md#which-models-are-served)).
 
     Each model server is asked for its list of models, or the gateway for the models of all servers.
     """

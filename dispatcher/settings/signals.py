@@ -61,7 +61,10 @@ class EppSettings(Section):
         description="File with a bearer token, which is read again for each scrape. If empty, the token of "
         "the service account is used, if there is one.",
     )
-    tls: TlsSettings = TlsSettings()
+    tls: TlsSettings = Field(
+        TlsSettings(),
+        description="TLS settings. If any is set, replicas that are found are scraped over https.",
+    )
 
 
 class VllmSettings(Section):
@@ -74,7 +77,7 @@ class VllmSettings(Section):
         (), description="Complete URLs, one per model server. Without a path, `/metrics` is used."
     )
     service: Text = Field(
-        "", description="DNS name of a headless Service, of which each address is a model server."
+        "", description="DNS name of a headless Service. Each of its addresses is a model server."
     )
     port: int = Field(8000, ge=1, le=65535, description="Port of servers that are found through `service`.")
     token_file: Text = Field("", description="File with a bearer token, which is read again for each scrape.")

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 from pydantic import AfterValidator, BeforeValidator, GetCoreSchemaHandler, PlainSerializer
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from dispatcher.core.requests.headers import (
+from dispatcher.requests.headers import (
     FAIRNESS_ID,
     FORBIDDEN_HEADERS,
     HOP_BY_HOP,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
-from dispatcher.core.models.warmup import (
+from dispatcher.features.models.warmup import (
     MAX_FILE_BYTES,
     WarmupFault,
     WarmupRequest,

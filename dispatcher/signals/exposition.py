@@ -1,6 +1,6 @@
 """Parse metrics pages in Prometheus' text format and OpenMetrics, and decode only the requested series.
 
-The page of an endpoint picker grows with its pods and flows to several megabytes, of which a dozen lines
+The page of an endpoint picker grows with its pods and flows to several megabytes, and a dozen lines of it
 matter. Each line is tested once for a prefix, which is done in C. The few lines that pass are decoded by the
 rules of the format. A page that breaks the rules in such a line is rejected as a whole: half a page must not
 look like an idle pool.

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import ssl
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from dispatcher.core.limit.poll import ReadFailure
+from dispatcher.limit.poll import ReadFailure
 from dispatcher.signals.epp.series import PoolView, max_or_nan, sum_or_nan
 from dispatcher.signals.exposition import PageParser, Sample
 from dispatcher.signals.scrape import Scraper, ScrapeTarget, SeriesSelection, Targets, make_unread
@@ -186,6 +187,11 @@ def _sum_limits(limits: Sequence[float]) -> float | None:
     return sum_or_nan(limits)
 
 
+def _compute_deviation(values: Sequence[float]) -> float:
+    """Return the standard deviation, or NaN if one of the values is no finite number."""
+    return statistics.pstdev(values) if all(map(math.isfinite, values)) else math.nan
+
+
 def _merge_pages(pages: Sequence[_ServerPage]) -> PoolView:
     count = len(pages)
     running, waiting = sum_or_nan(each.running for each in pages), sum_or_nan(each.waiting for each in pages)
@@ -209,6 +215,9 @@ def _merge_pages(pages: Sequence[_ServerPage]) -> PoolView:
         waiting=waiting / count,
         deferred=deferred / count,
         kv_cache=sum_or_nan(used) / len(used) if used else None,
+        server_queued=waiting - deferred,
+        running_deviation=_compute_deviation([each.running for each in pages]),
+        endpoints_with_room=float(sum(each.waiting <= each.deferred for each in pages)),
         ready=float(count),
         per_endpoint=None if limit is None else limit / count,
         has_current_averages=True,

@@ -17,19 +17,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from dispatcher.core.limit.budget import Policy, Reason, Signal
-from dispatcher.core.limit.picker_inference import ConcurrencyInference
-from dispatcher.core.limit.poll import Poll, ReadFailure
-from dispatcher.core.limit.realtime_impact import (
+from dispatcher.limit.budget import Policy, Reason, Signal
+from dispatcher.limit.picker_inference import ConcurrencyInference
+from dispatcher.limit.poll import Poll, ReadFailure
+from dispatcher.limit.realtime_impact import (
     BatchShares,
     HistogramGrowth,
     RealtimeImpact,
     ReplicaHistograms,
     compute_impact,
 )
-from dispatcher.core.limit.staleness import StalenessLimit
-from dispatcher.settings import SignalsSettings
-from dispatcher.settings import Source as SourceName
+from dispatcher.limit.staleness import StalenessLimit
+from dispatcher.settings.signals import SignalsSettings
+from dispatcher.settings.signals import Source as SourceName
 from dispatcher.signals.epp.series import PoolView
 from dispatcher.signals.readings import (
     PerEndpointFrom,

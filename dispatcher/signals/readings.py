@@ -1,6 +1,6 @@
 """Derive readings from the views of one poll: which signals count, of what capacity, and with which load.
 
-docs/explanation/signals.md explains the rules and their reasons for operators.
+docs/contributing/readings.md explains the rules and their reasons.
 """
 
 from __future__ import annotations
@@ -10,16 +10,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dispatcher.core.limit.budget import Policy, Reading, Reason, Signal
-from dispatcher.core.limit.picker_inference import (
+from dispatcher.limit.budget import Policy, Reading, Reason, Signal
+from dispatcher.limit.picker_inference import (
     FLUSH_S,
     ConcurrencyInference,
     KnownPickers,
     PerEndpointSource,
     UntrackedRequests,
 )
-from dispatcher.core.limit.poll import ReadFailure
+from dispatcher.limit.poll import ReadFailure
 from dispatcher.signals.epp.series import Family, PoolView, max_or_nan, min_or_nan, sum_or_nan
+
+UNEVEN_SHARE = 0.1
+"""Largest share of the endpoints that may have room while requests wait in the others, and largest standard
+deviation of the running requests as a share of their mean. Above these, the requests are distributed
+unevenly."""
 
 PerEndpointFrom = Literal["setting", "server"] | PerEndpointSource
 """Source of the number of requests per endpoint. `server` stands for the pages of the model servers."""
@@ -45,6 +50,10 @@ class PickerFacts:
         if self.pickers.detect_restart({each.address: each.started_at for each in views if each.address}):
             self.count.forget_picker()
         views = select_active(views)
+        # No series shows how many endpoints each stage has, so a k that was learned before there were several
+        # stages no longer gives a capacity.
+        if any(each.has_several_stages for each in views):
+            self.count.forget_picker()
         pages = [each.picker_page for each in views]
         known = [page for page in pages if page is not None]
         if len(known) == len(pages):
@@ -140,6 +149,7 @@ def derive_readings(
     counted = policy.max_sys is None and all(each.capacity is None for each in views)
     missing = None if counted else endpoints
     views = [replace(each, saturation=_count_unseen_as_full(each, missing)) for each in views]
+    picker_endpoints = _count_picker_endpoints(views, ready, endpoints)
     readings: list[Reading] = []
     unread: list[ReadFailure] = []
     for signal in signals:
@@ -152,11 +162,29 @@ def derive_readings(
             unread.append(made)
         elif not isinstance(capacity, ReadFailure):
             reading = _build_reading(signal, views, capacity, made, source, raw, facts.outside)
-            readings.append(replace(reading, is_capacity_known=is_capacity_known))
+            readings.append(
+                replace(
+                    reading,
+                    is_capacity_known=is_capacity_known,
+                    picker_endpoints=picker_endpoints,
+                )
+            )
     unique = tuple(dict.fromkeys(unread))  # a capacity that cannot be read is the same reason for each signal
     if not counted:
         return PollReadings(signals, tuple(readings), unique, detector)
     return PollReadings(signals, tuple(readings), unique, detector, per_endpoint, per_endpoint_source)
+
+
+def _count_picker_endpoints(
+    views: Sequence[PoolView], ready: Sequence[float], endpoints: int | None
+) -> float | None:
+    """Return the number of endpoints among which a picker chooses. `None` if it is not known, or the pages
+    are those of model servers, which need no picker."""
+    if views and views[0].has_current_averages:
+        return None
+    if len(ready) > 1:
+        return min_or_nan(ready)
+    return ready[0] if ready else endpoints
 
 
 def _choose_per_endpoint(
@@ -233,18 +261,21 @@ def _count_unseen_as_full(view: PoolView, endpoints: int | None) -> float | None
 
 def _describe_detector(views: Sequence[PoolView], count: ConcurrencyInference) -> str:
     stale = max_or_nan(each.stale_endpoints for each in views)
-    left_out = f"; {stale:g} stale endpoints count as full" if stale else ""
+    details = f"; {stale:g} stale endpoints count as full" if stale else ""
+    stages = sorted(frozenset[str]().union(*(each.stages for each in views)))
+    if len(stages) > 1:
+        details = f", the larger of {' and '.join(stages)}{details}"
     detectors = frozenset[str]().union(*(each.detector_saturations for each in views))
     if detectors:
-        return f"the maximum of {', '.join(sorted(detectors))}{left_out}"
+        return f"the maximum of {', '.join(sorted(detectors))}{details}"
     utilization = frozenset[str]().union(*(each.utilization_detectors for each in views))
     if utilization:
-        return f"utilization ({', '.join(sorted(utilization))}){left_out}"
+        return f"utilization ({', '.join(sorted(utilization))}){details}"
     if count.k is not None:
         return f"counts requests, maxConcurrency {count.k}"
     if count.is_mixed:
         return "the maximum of several"
-    return "not known" if any(each.saturation is not None for each in views) else "none"
+    return f"not known{details}" if any(each.saturation is not None for each in views) else "none"
 
 
 def _compute_capacity(
@@ -326,6 +357,8 @@ def _build_reading(
         waiting=counts.waiting,
         has_exact_counts=counts.is_exact,
         averages=counts.averages,
+        is_uneven=counts.is_uneven,
+        are_averages_uneven=counts.are_averages_uneven,
     )
 
 
@@ -337,6 +370,8 @@ class _RequestCounts:
     waiting: float
     is_exact: bool = True
     averages: tuple[float, float] | None = None
+    is_uneven: bool = False
+    are_averages_uneven: bool = False
 
 
 def _count_running_and_waiting(
@@ -356,15 +391,46 @@ def _count_running_and_waiting(
         if each.running is not None and each.waiting is not None and each.ready is not None
     ]
     averages = max(flushed) if len(flushed) == len(views) else None
+    uneven_queues, uneven_load = _has_uneven_queues(views), _had_uneven_load(views)
+    # An endpoint in which no request waits may be just full: then it runs as many as the others.
+    is_uneven = uneven_queues is True and uneven_load is not False
+    uneven_before = is_uneven if uneven_load is None else uneven_load and uneven_queues is not False
     if averages is not None and all(each.has_current_averages for each in views):
-        return _RequestCounts(*averages)
+        return _RequestCounts(*averages, is_uneven=is_uneven, are_averages_uneven=uneven_before)
     sent = _list_sent(views)
     server_queues = [each.server_queued for each in views if each.server_queued is not None]
     if sent and len(server_queues) == len(views):
         in_queues = max_or_nan(server_queues)
         running = max(0.0, sum_or_nan(sent) + outside.request_count - in_queues)
-        return _RequestCounts(running, in_queues + queued, is_exact=False, averages=averages)
-    return _RequestCounts(None, queued, averages=averages)
+        return _RequestCounts(
+            running,
+            in_queues + queued,
+            is_exact=False,
+            averages=averages,
+            is_uneven=is_uneven,
+            are_averages_uneven=uneven_before,
+        )
+    return _RequestCounts(None, queued, averages=averages, are_averages_uneven=uneven_before)
+
+
+def _has_uneven_queues(views: Sequence[PoolView]) -> bool | None:
+    """Return whether requests wait in some endpoints while others have room. `None` if no request waits in an
+    endpoint, or the queues of the endpoints are not shown one by one."""
+    # Each replica of a picker shows the same endpoints; the one that sees most requests wait has the newest.
+    view = views[0] if len(views) == 1 else max(views, key=lambda each: each.server_queued or 0.0)
+    if not view.server_queued or view.endpoints_with_room is None or view.ready is None:
+        return None
+    return view.endpoints_with_room > UNEVEN_SHARE * view.ready
+
+
+def _had_uneven_load(views: Sequence[PoolView]) -> bool | None:
+    """Return whether some endpoints ran clearly more requests than others at the last flush, so that requests
+    may have waited in one while another had room. `None` if no replica shows it."""
+    result = None
+    for each in views:
+        if each.running_deviation is not None:
+            result = result or each.running_deviation > UNEVEN_SHARE * (each.running or 0.0)
+    return result
 
 
 def _compute_requests(
@@ -398,7 +464,7 @@ def _compute_requests(
     ]
     hint = "an EPP older than GIE 1.5 shows its running requests once the first has passed"
     if any(each.saturation is not None for each in views):
-        cost = "docs/explanation/signals.md says what that costs"
+        cost = "docs/explanation/concepts.md says what that costs"
         hint = f"signals.use: saturation does without the count ({cost}); {hint}"
     return ReadFailure(Reason.UNREADABLE, f"{', '.join(missing)} not there", hint, Signal.REQUESTS)
 

@@ -19,9 +19,9 @@ import aiohttp
 import httpx
 from httpx_aiohttp import AiohttpTransport
 
-from dispatcher.core.limit.budget import Reason
-from dispatcher.core.limit.poll import ReadFailure
-from dispatcher.core.network_errors import describe_error
+from dispatcher.common.network_errors import describe_error
+from dispatcher.limit.budget import Reason
+from dispatcher.limit.poll import ReadFailure
 from dispatcher.settings.watched_files import TokenFileError, TokenReader
 from dispatcher.signals.blocking_call import BlockingCalls, StillRunningError
 from dispatcher.signals.exposition import MalformedPageError, PageParser

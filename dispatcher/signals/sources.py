@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dispatcher.settings import Settings, TlsSettings
+from dispatcher.settings.model import Settings
+from dispatcher.settings.tls import TlsSettings
 from dispatcher.signals.epp.source import SERVICE_ACCOUNT_TOKEN, EppSource
 from dispatcher.signals.fixed import FixedSource
 from dispatcher.signals.model_servers import ModelServersSource

@@ -103,6 +103,16 @@ class Event(Enum):
     )
     QUEUE_UNREACHABLE = ("queue-unreachable", logging.ERROR, "Redis cannot be reached; nothing new is sent")
     QUEUE_REACHABLE = ("queue-reachable", logging.INFO, "Redis can be reached again")
+    CANCEL_MARKERS_UNREADABLE = (
+        "cancel-markers-unreadable",
+        logging.WARNING,
+        "Cancel markers of some requests cannot be read, so these requests wait: `why`",
+    )
+    CANCEL_MARKERS_READABLE = (
+        "cancel-markers-readable",
+        logging.INFO,
+        "The cancel markers of these requests can be read again",
+    )
     MODEL = (
         "model",
         logging.INFO,

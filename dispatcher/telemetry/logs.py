@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import structlog
 
-from dispatcher.core.printable import escape_unprintable
+from dispatcher.common.printable import escape_unprintable
 from dispatcher.telemetry import events
 from dispatcher.telemetry.events import Event
 
@@ -40,6 +40,7 @@ NEVER_SUPPRESSED = frozenset(
         Event.KUBERNETES_PROBLEM,
         Event.WAKE_UPS_UNAVAILABLE,
         Event.QUEUE_UNREACHABLE,
+        Event.CANCEL_MARKERS_UNREADABLE,
         Event.TRACES_LOST,
         Event.EVENT_LOOP_SLOW,
         Event.CAPACITY_DIFFERS,

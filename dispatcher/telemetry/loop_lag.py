@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dispatcher.core.loop_lag import WINDOW_S, LoopLag
+from dispatcher.common.loop_lag import WINDOW_S, LoopLag
 
 CHECK_INTERVAL_S = 0.25
 THROTTLED_SHARE = 0.75

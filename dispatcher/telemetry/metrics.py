@@ -23,8 +23,9 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from dispatcher.telemetry.catalogue import CATALOGUE, EVENTS, OTHER_LABEL, PREFIX, Series, SeriesKind
+from dispatcher.telemetry.catalogue import CATALOGUE, EVENTS
 from dispatcher.telemetry.events import Event
+from dispatcher.telemetry.series import OTHER_LABEL, PREFIX, Series, SeriesKind
 from dispatcher.telemetry.status import Status
 
 PAGE_MAX_AGE_S = 0.5
@@ -112,18 +113,23 @@ class Metrics:
         for series in CATALOGUE:
             match series.kind:
                 case SeriesKind.COUNTER:
-                    yield self._build_counter(series)
+                    yield self._build_counter(series, status)
                 case SeriesKind.HISTOGRAM:
                     yield self._build_histogram(series)
                 case SeriesKind.GAUGE if status is not None:
                     yield self._build_gauge(series, status)
 
-    def _build_counter(self, series: Series) -> Metric:
+    def _build_counter(self, series: Series, status: Status | None) -> Metric:
         family = CounterMetricFamily(
             PREFIX + series.name, series.description, labels=["pool", *series.labels]
         )
-        for labels, value in self._counts[series].items():
-            family.add_metric([self._pool, *labels], value)
+        counts = self._counts[series]
+        if series.sampler is not None and status is not None:
+            value = series.sampler(status)
+            by_label = value if isinstance(value, Mapping) else {"": value or 0.0}
+            counts = counts | {(label,) if label else (): float(count) for label, count in by_label.items()}
+        for labels, total in counts.items():
+            family.add_metric([self._pool, *labels], total)
         return family
 
     def _build_histogram(self, series: Series) -> Metric:

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter
 
-    from dispatcher.settings import SecretUrl, Settings
+    from dispatcher.settings.model import Settings
+    from dispatcher.settings.values import SecretUrl
 
 MAX_QUEUED_SPANS = 8192
 """Maximum number of spans that wait to be sent. More spans are dropped."""

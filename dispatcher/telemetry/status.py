@@ -7,17 +7,16 @@ every field has a default.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cache
-from itertools import islice
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
 
 import msgspec
 
-from dispatcher.core.health import Cause, Health
-from dispatcher.settings import Source
+from dispatcher.features import import_modules
+from dispatcher.limit.health import Health
 
 CAPACITY_SOURCES: Mapping[str, str] = {
     "learned": "what ran while requests waited",
@@ -32,7 +31,6 @@ CAPACITY_SOURCES: Mapping[str, str] = {
 less than the other sources say, or there is no other source. `search`: there is no other source and the
 readings have not shown it yet. `watch`: the Kubernetes watch lowers what the other sources say. `setting`:
 `budget.max_sys`, or `budget.per_endpoint` × ready endpoints."""
-SOURCES = get_args(Source)
 MAX_TABLE_ROWS = 32
 """Maximum number of samples of a gauge that has one per model. /status has all models."""
 
@@ -88,10 +86,10 @@ class GateStatus:
 
 @dataclass(frozen=True, slots=True)
 class HealthStatus:
-    """Health of the dispatcher: whether requests are processed, and the reason if not (`core/health.py`)."""
+    """Health of the dispatcher: whether requests are processed, and the reason if not (limit/health.py)."""
 
     health: Health = Health.UNKNOWN
-    health_cause: Cause = Cause.NONE
+    health_cause: str = "none"
     health_sentence: str = ""
     health_since_s: float | None = None
     """Time for which the health and its cause have not changed."""
@@ -219,8 +217,6 @@ class QueueStatus:
     leased: int | None = None
     delayed: int | None = None
     dead: int | None = None
-    started: int | None = None
-    """Number of pending requests of which slices have been generated."""
     paused: bool = False
     queue_problem: str | None = None
     oldest_pending_age_s: float | None = None
@@ -263,221 +259,32 @@ class ImpactStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class MergeTargetStatus:
-    """Merged calls of one path and model of a batching rule."""
+class FeatureSection:
+    """Section of a feature, in `features/<name>/status.py`, where `SECTION` is its class."""
 
-    path: str = ""
-    model: str = ""
-    """Empty if the path has no model in its body."""
-    shape: str = ""
-    mode: str = ""
-    size: int = 0
-    """Number of items per call."""
-    server_max_items: int | None = None
-    gain: float | None = None
-    checked_calls: int = 0
-    off_reason: str | None = None
-    """Reason why requests are not merged any more. `None` while they are."""
-    sentence: str = ""
-    """Summary of the other fields."""
+    def format_lines(self) -> Sequence[str]:
+        """Return the lines of the verb `status`."""
+        return ()
 
-    @property
-    def name(self) -> str:
-        """Model and path in words."""
-        return f"{self.model} at {self.path}" if self.model else self.path
+    def explain(self) -> Sequence[str]:
+        """Return the sentences of the verb `explain`."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True)
-class BatchingStatus:
-    """State of merged calls in this process."""
+class FeatureStatus:
+    """Section of a feature, with what it adds to the sections of the kernel."""
 
-    batching: Sequence[MergeTargetStatus] = ()
-    batching_waiting: int = 0
-    """Number of requests that wait for others to share a call."""
-    batching_calls: Mapping[str, int] = field(default_factory=dict)
-    """Merged calls by result."""
-    batching_requests: int = 0
-    """Number of requests that were answered by merged calls."""
-    batching_checks: Mapping[str, int] = field(default_factory=dict)
-    """Single calls that were made to check answers of merged calls, by result."""
-    batching_timeouts: Mapping[str, int] = field(default_factory=dict)
-    """Number of requests that this process claimed after the default timeout of their rule, by what happened
-    to them: `reject`, `delay`."""
-
-    def get_by_path_and_model(
-        self, value: Callable[[MergeTargetStatus], float | None]
-    ) -> Mapping[str, float]:
-        """Return a value for each path and model for which it is known. Keys join both with a NUL byte."""
-        values = {f"{each.path}\0{each.model}": value(each) for each in self.batching[:MAX_TABLE_ROWS]}
-        return {name: known for name, known in values.items() if known is not None}
+    section: FeatureSection
+    sentences: Sequence[str] = ()
+    """Sentences that are added to the explanation of the gate."""
+    problems: Sequence[str] = ()
+    """Sentences about problems, without final punctuation."""
+    long_call_reason: str = ""
+    """Reason why calls take long, if the feature could make them shorter. Empty if it cannot."""
 
 
-SEQUENCE_COUNTS = ("active", "parked", "held", "aborted", "waiting")
-"""Names of the counts in `SequencesStatus.sequences`."""
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceModelStatus:
-    """Sequences of all replicas to which one entry of `sequences.models` applies."""
-
-    match: str = ""
-    """Pattern of the model names."""
-    active: int = 0
-    parked: int = 0
-    """Number of sequences that wait to begin."""
-
-
-@dataclass(frozen=True, slots=True)
-class SequencesStatus:
-    """State of the sequences."""
-
-    sequences: Mapping[str, int] | None = None
-    """Number of sequences of all replicas by status (`active`, `parked`, `held`, `aborted`), and of requests
-    that wait for their turn (`waiting`). `None` if they are not known."""
-    sequence_models: Sequence[SequenceModelStatus] = ()
-    """Number of sequences for each entry of `sequences.models` that applies to some."""
-    sequence_turns: Mapping[str, int] = field(default_factory=dict)
-    """Decisions about claimed requests of sequences in this process: `granted`, `waits`, `rejected`."""
-    sequence_servers: Mapping[str, int] = field(default_factory=dict)
-    """Answers in this process to requests with a session token, by the server that answered: the `same`, an
-    `other`, or `none` if the answer had no token."""
-
-    def get_count(self, name: str) -> int | None:
-        """Return one number of `sequences`, or `None` if it is not known."""
-        return None if self.sequences is None else self.sequences.get(name)
-
-    def get_by_match(self, name: str) -> Mapping[str, float]:
-        """Return one number (`active` or `parked`) for each pattern of `sequences.models` that applies."""
-        return {each.match: float(getattr(each, name)) for each in self.sequence_models[:MAX_TABLE_ROWS]}
-
-
-@dataclass(frozen=True, slots=True)
-class SlicedModelStatus:
-    """Knowledge about slices of one model."""
-
-    path: str = ""
-    model: str = ""
-    continued_by: str = ""
-    """How its generations are continued: by `token ids` or by `text`. Empty if they are not."""
-    whole_reason: str = ""
-    """Reason why its requests are sent whole. Empty if they are sliced."""
-    why: str = ""
-    """The reason in a sentence, if there is more to say."""
-    slice_tokens: int | None = None
-    """Number of tokens of a slice. `None` if it is that of the settings."""
-    overhead_s: float | None = None
-    """Measured time to the first token of a continued slice."""
-    cached_share: float | None = None
-    """Share of the prompts of continued slices that is in the prefix cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class SlicingStatus:
-    """State of the slices."""
-
-    slices: Mapping[str, int] = field(default_factory=dict)
-    """Answers to slices in this process by what followed: `continued`, `finished`, `restarted`."""
-    slice_tokens: int = 0
-    """Tokens that slices have generated."""
-    revoked_slices: int = 0
-    """Slices that were ended early, because realtime requests waited."""
-    whole_requests: Mapping[str, int] = field(default_factory=dict)
-    """Long generations that were sent whole in this process, by the reason."""
-    sliced_models: Sequence[SlicedModelStatus] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class LabelStatus:
-    """A label of a model."""
-
-    version: str = ""
-    by: str | None = None
-    """Operator who set it. `None` if it comes from the settings."""
-
-
-@dataclass(frozen=True, slots=True)
-class VersionStatus:
-    """One version of a model."""
-
-    name: str = ""
-    label: str = ""
-    """Short name of the version."""
-    state: str = ""
-    since_s: float = 0.0
-    serving: int = 0
-    """Number of endpoints that serve it."""
-    warm: int | None = None
-    """Number of endpoints where it is warm. `None` if the model has no warm-up."""
-    desired: bool = False
-    drained: bool = False
-    drained_by: str | None = None
-    share: float = 0.0
-    """Share of the requests for the model."""
-    labels: Sequence[str] = ()
-    """Labels that select it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelStatus:
-    """One model."""
-
-    name: str = ""
-    state: str = "unknown"
-    serving: int | None = None
-    """Number of endpoints that serve it, of all `endpoints`. `None`, like the next fields, if no dispatcher
-    watches it."""
-    endpoints: int | None = None
-    unread_count: int | None = None
-    """Number of endpoints whose list of models cannot be read."""
-    waiting: int | None = None
-    """Number of requests that wait for it. `None` if it is not known."""
-    since_s: float | None = None
-    named: bool | None = None
-    """True if the settings name it."""
-    denied: bool | None = None
-    """True if a model server rejected it although it is listed."""
-    drained_by: str | None = None
-    sentence: str = ""
-    """Explanation of the state."""
-    policy: str | None = None
-    """Version policy. `None` if the settings give it no versions."""
-    labels: Mapping[str, LabelStatus] = field(default_factory=dict)
-    versions: Sequence[VersionStatus] = ()
-    """Newest version first."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelsStatus:
-    """Models that the pool serves, as this process sees them."""
-
-    models: Sequence[ModelStatus] = ()
-    """Models that are configured, were served, or have waiting requests; those with most waiting requests
-    first. Empty if models are not watched."""
-    model_count: int = 0
-    """Number of known models. `models` has only the first ones."""
-    model_requests: Mapping[str, int] = field(default_factory=dict)
-    """Decisions about claimed requests that name a model in this process: `served`, `waits`, `unknown`, and
-    `denied` if the model server rejected the model."""
-    model_problems: Sequence[str] = ()
-    """Endpoints whose list of models cannot be read, with the reason."""
-    model_registry_problem: str | None = None
-    """Reason why the model registry in the queue cannot be read. Its contents are ignored meanwhile."""
-
-    def get_by_model(self, field_name: str) -> Mapping[str, float]:
-        """Return a numeric field of each model for which it is known."""
-        values = {each.name: getattr(each, field_name) for each in self.models[:MAX_TABLE_ROWS]}
-        return {name: float(value) for name, value in values.items() if value is not None}
-
-    def get_by_version(self, field_name: str) -> Mapping[str, float]:
-        """Return a numeric field of each served version for which it is known. Keys join model and version
-        with a NUL byte."""
-        pairs = (
-            (f"{model.name}\0{each.name}", getattr(each, field_name))
-            for model in self.models
-            for each in model.versions
-            if each.serving
-        )
-        return {name: float(value) for name, value in islice(pairs, MAX_TABLE_ROWS) if value is not None}
+S = TypeVar("S", bound=FeatureSection)
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,18 +298,22 @@ class Status:
     watch: WatchStatus = field(default_factory=WatchStatus)
     queue: QueueStatus = field(default_factory=QueueStatus)
     impact: ImpactStatus = field(default_factory=ImpactStatus)
-    batching: BatchingStatus = field(default_factory=BatchingStatus)
-    sequences: SequencesStatus = field(default_factory=SequencesStatus)
-    slicing: SlicingStatus = field(default_factory=SlicingStatus)
-    models: ModelsStatus = field(default_factory=ModelsStatus)
     health: HealthStatus = field(default_factory=HealthStatus)
+    features: Sequence[FeatureSection] = ()
+    """Sections of the features that the dispatcher has."""
+
+    def get_section(self, kind: type[S]) -> S:
+        """Return the section of a feature. If the dispatcher does not have it, all fields have defaults."""
+        return next((each for each in self.features if isinstance(each, kind)), None) or kind()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the status as one flat object, as /status shows it."""
         # The health comes first, since people read this object, too.
         result: dict[str, Any] = asdict(self.health)
-        for part in fields(self):
-            result.update(asdict(getattr(self, part.name)))
+        for name in _get_kernel_sections():
+            result.update(asdict(getattr(self, name)))
+        for section in self.features:
+            result.update(asdict(section))
         return result
 
 
@@ -511,15 +322,30 @@ def decode_status(document: Mapping[str, Any]) -> Status:
 
     Unknown fields are ignored. A field that is missing, or whose value cannot be read, has its default.
     """
-    parts: dict[str, Any] = {}
-    for name, part in _get_field_types(Status).items():
-        values = {}
-        for field_name, kind in _get_field_types(part).items():
-            if field_name in document:
-                with suppress(msgspec.ValidationError):
-                    values[field_name] = msgspec.convert(document[field_name], kind)
-        parts[name] = part(**values)
-    return Status(**parts)
+    sections: dict[str, Any] = {
+        name: kind(**_decode(kind, document)) for name, kind in _get_kernel_sections().items()
+    }
+    # Verbs print the features in this order.
+    modules = [module for _, module in sorted(import_modules("status").items())]
+    sections["features"] = tuple(
+        module.SECTION(**values) for module in modules if (values := _decode(module.SECTION, document))
+    )
+    return Status(**sections)
+
+
+def _decode(section: type, document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a section that can be read."""
+    values = {}
+    for name, kind in _get_field_types(section).items():
+        if name in document:
+            with suppress(msgspec.ValidationError):
+                values[name] = msgspec.convert(document[name], kind)
+    return values
+
+
+@cache
+def _get_kernel_sections() -> Mapping[str, type]:
+    return {name: kind for name, kind in _get_field_types(Status).items() if name != "features"}
 
 
 @cache

@@ -21,7 +21,7 @@ from dispatcher.batched.stages import Stage
 from dispatcher.batched.sync_functions import ThreadWaiters
 from dispatcher.batched.waiting import CallTerms
 from dispatcher.client import Batched, BatchError, WorkerCrashedError, WrongLengthError, batched
-from dispatcher.core.merging.grouping import GroupingRule
+from dispatcher.common.grouping import GroupingRule
 from tests.batched.misbehaving import (
     FATAL_ERRORS,
     ITEM_ERRORS,

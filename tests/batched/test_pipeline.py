@@ -24,7 +24,7 @@ from dispatcher.batched.stages import PIPELINE_DEPTH, Stage
 from dispatcher.batched.sync_functions import ThreadWaiters
 from dispatcher.batched.waiting import CallTerms
 from dispatcher.client import Batched, BatchError, WorkerCrashedError, WrongLengthError, batched, worker_index
-from dispatcher.core.merging.grouping import GroupingRule
+from dispatcher.common.grouping import GroupingRule
 from tests.batched.pipelined import (
     FatalStage,
     FatalTransform,
@@ -263,7 +263,7 @@ class TestHooks:
         async with batched(hooks="caller", batch_hooks=True)(PassingLambda)() as model:
             outcomes = await get_outcomes(model, [1, "lambda", 2])
         assert [outcomes[0], outcomes[2]] == [1, 2]
-        assert "pickle" in str(outcomes[1]), outcomes[1]
+        assert "local object" in str(outcomes[1]), outcomes[1]
 
     async def test_hooks_of_lists_get_and_return_lists(self) -> None:
         async with batched(batch_hooks=True)(Words)() as model:

@@ -16,7 +16,7 @@ import pytest
 from dispatcher.batched.sync_functions import FunctionWorker, ThreadWaiters
 from dispatcher.batched.waiting import CallTerms
 from dispatcher.client import Batched, BatchError, ClosedError, TooManyPendingError, batched
-from dispatcher.core.merging.grouping import GroupingRule
+from dispatcher.common.grouping import GroupingRule
 from tests.support import wait_until, wait_until_sync
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.batched.waiting import CallerQueue, CallTerms, Waiter
-from dispatcher.core.merging.grouping import GroupingRule, WaitingItem
+from dispatcher.common.grouping import GroupingRule, WaitingItem
 
 NEVER = GroupingRule(max_size=100, max_delay_s=1000.0)
 

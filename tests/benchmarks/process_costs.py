@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from tests.queue.servers import server
-from tests.scenarios.conftest import default_engine
+from tests.scenarios.fixtures import default_engine
 from tests.scenarios.processes import Dispatcher, Stage
 
 MIB = 2**20

@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
-from dispatcher.core.limit.budget import Policy, Reading, Signal
-from dispatcher.core.limit.limiter import Limiter
+from dispatcher.limit.budget import Policy, Reading, Signal
+from dispatcher.limit.limiter import Limiter
 from tests.cost_comparison import compare_costs, measure_cpu_s
 
 MAX_EMPTY_CALLS = 100

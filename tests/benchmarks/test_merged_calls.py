@@ -20,7 +20,7 @@ from tests.scenarios.processes import Dispatcher, Stage
 from tests.support import wait_until_sync
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
-# The short form is in tests/dispatch/merging/test_merger.py, in virtual time.
+# The short form is in tests/features/merging/test_merger.py, in virtual time.
 
 EMBEDDINGS = "/v1/embeddings"
 INFER = "/v2/models/m/infer"

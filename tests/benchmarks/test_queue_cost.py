@@ -17,8 +17,9 @@ from typing import TypeVar
 import pytest
 import redis
 
-from dispatcher.ports import Lease, Release, Settlement, Submission
+from dispatcher.queue.contract import Lease, Release, Settlement
 from dispatcher.queue.keys import QueueNames
+from dispatcher.requests.submission import Submission
 from tests.cost_comparison import compare_costs, get_children_cpu_s
 from tests.queue.factories import NAMES, OwnerAndAdmin, answer, claim, member, queues
 from tests.queue.servers import ENGINE_PARAMS, Server, server

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from dispatcher.core.requests.request import encode_member
-from dispatcher.core.sequences.turns import Turn
+from dispatcher.features.sequences.turns import Turn
+from dispatcher.requests.request import encode_member
 from tests.benchmarks.process_costs import make_stage, read_cpu_s
 from tests.cost_comparison import compare_costs
 from tests.scenarios.processes import Dispatcher, Stage

@@ -6,7 +6,7 @@ import json
 
 import msgspec
 
-from dispatcher.core.merging.shapes import SHAPES, merge_parts, parse_part, split_answer
+from dispatcher.features.merging.shapes import SHAPES, merge_parts, parse_part, split_answer
 from tests.cost_comparison import compare_costs, measure_cpu_s
 from tests.list_calls import encode_body, parse_valid_part
 

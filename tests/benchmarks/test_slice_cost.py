@@ -21,15 +21,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from dispatcher.core.gateway.outcome import RetryPolicy
-from dispatcher.core.requests.request import encode_member
-from dispatcher.core.slices.size import vary_tokens
-from dispatcher.dispatch import Options
+from dispatcher.features.slices.size import vary_tokens
+from dispatcher.kernel import Options
 from dispatcher.lab.standin.generation_api import GenerationConfig, parse_request
-from dispatcher.ports import Submission
+from dispatcher.requests.outcomes.outcome import RetryPolicy
+from dispatcher.requests.request import encode_member
+from dispatcher.requests.submission import Submission
 from tests.benchmarks.process_costs import make_stage, read_cpu_s
 from tests.cost_comparison import compare_costs
-from tests.dispatch.scene import AnsweringGateway, Scene, run_in_scene
+from tests.kernel.scene import AnsweringGateway, Scene, run_in_scene
 from tests.scenarios.processes import Stage
 from tests.support import wait_until_sync
 

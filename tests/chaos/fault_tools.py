@@ -13,7 +13,7 @@ from typing import Any
 
 import redis.asyncio
 
-from dispatcher.ports import Submission
+from dispatcher.requests.submission import Submission
 from tests.chaos.worker import NAMES, make_answer
 from tests.fork_server import ForkedProcess, forked_process
 

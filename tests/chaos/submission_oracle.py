@@ -20,12 +20,22 @@ from typing import Any, Literal
 from redis import RedisError
 
 from dispatcher.client import BatchClient, BatchError, Handle
-from dispatcher.core.requests.request import encode_member
+from dispatcher.lab.standin.generation_api import GenerationConfig
 from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.scripts import Client as RedisClient
+from dispatcher.requests.request import encode_member
+from tests.features.slices.generation_gateway import generate_whole
+from tests.features.slices.slice_scene import summarize
 from tests.support import wait_until
 
+GENERATION = GenerationConfig(chunk_tokens=1)
+"""Behaviour of the stand-in servers that generate text. Each token depends on all tokens before it."""
+GENERATED_PATH = "/v1/completions"
+SLICE_TOKENS = 20
+_MAX_GENERATED_TOKENS = 8 * SLICE_TOKENS
+_GENERATED_FRACTION = 0.5
+"""Fraction of the plain requests that are generations, where slices are on."""
 Kind = Literal["plain", "refused", "failing", "cancelled"]
 """`refused`: always answered with 429; `failing`: always with 500; `cancelled`: by its submitter."""
 _REFUSED_FRACTION = 0.05
@@ -56,6 +66,8 @@ class SubmittedRequest:
     result_list: str
     payload: str
     kind: Kind
+    is_generation: bool = False
+    """True if the answer is generated text. Otherwise, it is the payload."""
     is_accepted: bool = True
     """False if no reply came, so that the request may have been accepted or not.
 
@@ -63,6 +75,14 @@ class SubmittedRequest:
     """
     replied_at: float = 0.0
     """Time of the reply to its submission."""
+
+    def is_answer(self, answer: str) -> bool:
+        """Return whether this is the answer of one call without faults."""
+        if not self.is_generation:
+            return answer == self.payload
+        return summarize(answer) == summarize(
+            generate_whole(GENERATED_PATH, self.payload.encode(), GENERATION)
+        )
 
 
 @dataclass(frozen=True)
@@ -92,6 +112,8 @@ class Report:
     repeated: list[str] = field(default_factory=list)
     """Second results because a killed server may have lost the first settlement, which is allowed."""
     result_counts: Counter[str] = field(default_factory=Counter)
+    sliced_count: int = 0
+    """Number of results of several slices."""
 
     @property
     def found(self) -> dict[str, list[str]]:
@@ -127,8 +149,9 @@ def compare_with_results(
             result_counts[request.id] += 1
             outcome = str(result.get("error_code") or result.get("status_code"))
             report.result_counts[outcome] += 1
+            report.sliced_count += "slices" in result
             if outcome not in _ALLOWED_RESULTS[request.kind] or (
-                outcome == "200" and result["payload"] != request.payload
+                outcome == "200" and not request.is_answer(result["payload"])
             ):
                 report.wrong_results.append(
                     f"{request.id} ({request.kind}): {raw_result.decode(errors='replace')[:300]}"
@@ -150,9 +173,14 @@ def compare_with_results(
 
 
 class Submitter:
-    """Producer with its own result list, or one that uses `ZADD` and the default list (`is_foreign`)."""
+    """Producer with its own result list, or one that uses `ZADD` and the default list (`is_foreign`).
 
-    def __init__(self, name: str, url: str, names: QueueNames, *, is_foreign: bool, seed: str) -> None:
+    With `generates`, some of its requests are generations of several slices.
+    """
+
+    def __init__(
+        self, name: str, url: str, names: QueueNames, *, is_foreign: bool, seed: str, generates: bool = False
+    ) -> None:
         self.submitted: dict[str, SubmittedRequest] = {}
         self._name = name
         self._redis: Any = connect(url)
@@ -161,6 +189,7 @@ class Submitter:
         self._client = None if is_foreign else BatchClient(url, **options)
         self._result_list = names.result_list if is_foreign else f"batch-results:{name}"
         self._random_source = random.Random(seed)
+        self._generated_fraction = _GENERATED_FRACTION if generates else 0.0
 
     async def submit(
         self, max_request_s: float, refused_deadline_s: float, *, may_be_refused: bool
@@ -182,11 +211,19 @@ class Submitter:
         }
         if kind != "plain":
             stand_in_answer = {"kind": "status", "status": 429 if kind == "refused" else 500, "body": "no"}
-        payload = json.dumps(
-            {"from": self._name, "id": id_, "salt": random_source.random(), "sim": stand_in_answer}
-        )
+        body: dict[str, Any] = {
+            "from": self._name,
+            "id": id_,
+            "salt": random_source.random(),
+            "sim": stand_in_answer,
+        }
+        is_generation = kind == "plain" and random_source.random() < self._generated_fraction
+        if is_generation:
+            max_tokens = random_source.randint(1, _MAX_GENERATED_TOKENS)
+            body = {"model": "m", "prompt": f"Tell the story of {id_}.", "max_tokens": max_tokens}
+        payload = json.dumps(body)
         request = self.submitted[id_] = SubmittedRequest(
-            id_, self._result_list, payload, kind, is_accepted=False
+            id_, self._result_list, payload, kind, is_generation=is_generation, is_accepted=False
         )
         deadline_s = refused_deadline_s if kind == "refused" else 3600.0
         handle = None

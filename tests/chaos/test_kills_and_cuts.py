@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from dispatcher.ports import Permit, QueueUnavailableError, Settlement, SettleStatus
+from dispatcher.queue.contract import Permit, Settlement, SettleStatus
 from dispatcher.queue.redis.connect import connect
-from dispatcher.queue.redis.owner import RedisQueue
+from dispatcher.queue.redis.owner import QueueOptions, RedisQueue
 from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
+from dispatcher.requests.submission import QueueUnavailableError
 from tests.chaos.fault_tools import (
     Network,
     WorkerProcess,
@@ -132,9 +133,12 @@ async def test_owner_cut_off_for_longer_than_its_lease_writes_no_results_afterwa
         async with network.start_proxy() as port, open_queue(redis_server.url) as (client, admin):
             await admin.submit(make_requests(0, 5))
             cut_off = RedisQueue(
-                connect(f"redis://127.0.0.1:{port}/0"), NAMES, "far", lease_s=lease_s, attempt_timeout_s=30
+                connect(f"redis://127.0.0.1:{port}/0"),
+                NAMES,
+                "far",
+                QueueOptions(lease_s=lease_s, attempt_timeout_s=30),
             )
-            connected = RedisQueue(connect(redis_server.url), NAMES, "near", lease_s=lease_s)
+            connected = RedisQueue(connect(redis_server.url), NAMES, "near", QueueOptions(lease_s=lease_s))
             loop = asyncio.get_running_loop()
             leases = (await cut_off.claim(5, "far", Permit(5, loop.time(), 0))).leases
             assert len(leases) == 5

@@ -12,15 +12,19 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import pytest
 
-from dispatcher.ports import QueueUnavailableError
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
+from dispatcher.requests.submission import QueueUnavailableError
 from tests.chaos.fault_injector import FaultInjector, ScenarioSize, Topology, run_servers
 from tests.chaos.submission_oracle import (
+    GENERATED_PATH,
+    GENERATION,
+    SLICE_TOKENS,
     SUBMITTER_COUNT,
     LossWindow,
     SubmittedRequest,
@@ -28,6 +32,7 @@ from tests.chaos.submission_oracle import (
     compare_with_results,
     read_result_lists,
 )
+from tests.features.slices.generation_gateway import generate_whole
 from tests.queue.key_checks import assert_only_known_keys
 from tests.scenarios.processes import NAMES, LogEntry, Stage
 from tests.support import wait_until
@@ -35,6 +40,11 @@ from tests.support import wait_until
 SLOTS = 32
 LIMIT = 30
 """Capacity less the reserve."""
+Slicing = Literal["off", "on", "streamed"]
+"""Whether half of the plain requests are generations that are sent in slices, and whether their answers are
+streamed."""
+SLICE_S = 0.1
+"""Duration of the call of one slice."""
 LONG_RUN = ScenarioSize(
     requests=3000,
     faults=60,
@@ -63,12 +73,27 @@ SHORT_RUN = replace(
 
 
 async def run_with_random_faults(
-    folder: Path, seed: int, topology: Topology, engine: str, fsync: str, size: ScenarioSize
+    folder: Path,
+    seed: int,
+    topology: Topology,
+    engine: str,
+    fsync: str,
+    size: ScenarioSize,
+    slicing: Slicing = "off",
 ) -> None:
     started_at = time.monotonic()
     with run_servers(topology, engine, fsync, folder / "queue") as servers, ExitStack() as stack:
         stage = Stage(folder, servers.servers[0], stack)
-        world = stage.world(slots=SLOTS, seed=seed)
+        generates = slicing != "off"
+        world = stage.world(
+            slots=SLOTS,
+            seed=seed,
+            **(
+                {"generation": msgspec.json.encode(GENERATION).decode(), "seconds": SLICE_S}
+                if generates
+                else {}
+            ),
+        )
         settings = stage.settings(
             world,
             max_sys=SLOTS,
@@ -76,13 +101,27 @@ async def run_with_random_faults(
             signals={"interval_s": 0.5},
             retry={"base_s": 0.5, "max_s": 5.0, "max_attempts": 5},
             shutdown={"drain_s": 2.0},
+            slicing={
+                "mode": "on" if generates else "off",
+                "tokens": SLICE_TOKENS,
+                "min_tokens": SLICE_TOKENS + 1,
+                "stream": slicing == "streamed",
+                "paths": [GENERATED_PATH],
+            },
         )
         for _ in range(2):
             await asyncio.to_thread(stage.dispatcher, settings)
         fault_injector = FaultInjector(stage, world, servers, size, random.Random(seed))
         client, admin = connect(servers.url), RedisQueueAdmin(connect(servers.url), NAMES)
         submitters = [
-            Submitter(f"caller-{number}", servers.url, NAMES, is_foreign=number == 0, seed=f"{seed}-{number}")
+            Submitter(
+                f"caller-{number}",
+                servers.url,
+                NAMES,
+                is_foreign=number == 0,
+                seed=f"{seed}-{number}",
+                generates=generates,
+            )
             for number in range(SUBMITTER_COUNT)
         ]
         try:
@@ -140,11 +179,12 @@ async def run_with_random_faults(
                 "left": leftovers,
                 "markers": marker_count,
                 "ends": dict(report.result_counts),
+                "sliced": report.sliced_count,
                 "repeated attempts": sum(len(times) > 1 for times in gateway_times.values()),
                 "faults": dict(fault_injector.fault_counts),
                 "seconds": round(time.monotonic() - started_at),
             }
-            print(f"\nseed {seed} {topology} {engine} {fsync}:", json.dumps(summary))
+            print(f"\nseed {seed} {topology} {engine} {fsync}, slices {slicing}:", json.dumps(summary))
             defects = stage.find_defects()
             assert not defects, "\n".join(defects)
             assert report.faults == {}
@@ -152,6 +192,8 @@ async def run_with_random_faults(
             # The deletion of markers may be lost, too; then they expire.
             assert not marker_count or not servers.is_durable
             assert set(fault_injector.exit_codes) == {0}
+            # A dispatcher that was killed sends whole requests until it has checked the model again.
+            assert report.sliced_count > accepted_count / 50 or not generates
             # A lost claim does not count any more, although its requests still run.
             assert peak <= (LIMIT if servers.is_durable else 2 * LIMIT), describe_exceeded_limit(log)
             # A run that lost many writes would prove little, although the loss is allowed.
@@ -217,6 +259,13 @@ async def test_each_request_has_one_result_after_random_faults(tmp_path: Path) -
     await run_with_random_faults(tmp_path, 1, "alone", "valkey", "no", SHORT_RUN)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_each_generation_in_streamed_slices_has_its_answer_after_random_faults(tmp_path: Path) -> None:
+    await run_with_random_faults(tmp_path, 2, "alone", "valkey", "no", SHORT_RUN, "streamed")
+
+
+SLICING_MODES: tuple[Slicing, ...] = ("off", "on", "streamed")
 TOPOLOGIES: tuple[Topology, ...] = ("alone", "cluster", "alone", "sentinel", "cluster")
 
 
@@ -233,7 +282,8 @@ def choose_setup(seed: int) -> tuple[Topology, str, str]:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", range(1, 21))
 async def test_each_request_has_one_result_after_many_random_faults(tmp_path: Path, seed: int) -> None:
-    await run_with_random_faults(tmp_path, seed, *choose_setup(seed), LONG_RUN)
+    slicing = SLICING_MODES[seed % 3]
+    await run_with_random_faults(tmp_path, seed, *choose_setup(seed), LONG_RUN, slicing)
 
 
 def test_20_seeds_cover_all_setups() -> None:
@@ -275,6 +325,23 @@ def test_oracle_finds_each_fault_and_nothing_else() -> None:
         "wrong_results": ["echo", "end"],
     }
     assert report.answered_once == 4
+
+
+def test_oracle_accepts_only_the_generated_text_of_the_same_request() -> None:
+    submitted = {
+        name: SubmittedRequest(
+            name,
+            "mine",
+            json.dumps({"model": "m", "prompt": name, "max_tokens": 9}),
+            "plain",
+            is_generation=True,
+        )
+        for name in ("right", "wrong")
+    }
+    answer = generate_whole(GENERATED_PATH, submitted["right"].payload.encode(), GENERATION).decode()
+    results = [make_result(request, payload=answer) for request in submitted.values()]
+    report = compare_with_results(submitted, {"mine": results})
+    assert [each.split()[0] for each in report.wrong_results] == ["wrong"]
 
 
 def test_loss_window_excuses_only_writes_of_its_time() -> None:

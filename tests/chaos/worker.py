@@ -17,12 +17,13 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from dispatcher.core.requests.lanes import Lane
-from dispatcher.core.requests.result import ErrorCode, encode_failure
-from dispatcher.ports import DeadLetter, Lease, Permit, QueueUnavailableError, Settlement, SettleStatus
+from dispatcher.queue.contract import DeadLetter, Lease, Permit, Settlement, SettleStatus
 from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis.connect import connect
-from dispatcher.queue.redis.owner import RedisQueue
+from dispatcher.queue.redis.owner import QueueOptions, RedisQueue
+from dispatcher.requests.lanes import Lane
+from dispatcher.requests.result import ErrorCode, encode_failure
+from dispatcher.requests.submission import QueueUnavailableError
 
 NAMES = QueueNames("chaos:{pool}:requests", "chaos:{pool}:results")
 LIMIT = 64
@@ -127,7 +128,10 @@ class Worker:
 
 async def main(url: str, owner: str, lease_s: float, slots: int, *work_s: float) -> None:
     queue = RedisQueue(
-        connect(url, connect_timeout_s=0.5), NAMES, owner, lease_s=lease_s, attempt_timeout_s=1.0
+        connect(url, connect_timeout_s=0.5),
+        NAMES,
+        owner,
+        QueueOptions(lease_s=lease_s, attempt_timeout_s=1.0),
     )
     await Worker(queue, lease_s, slots, (work_s[0], work_s[1])).run()
 

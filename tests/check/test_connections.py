@@ -15,7 +15,9 @@ from dispatcher.check.connections import check_connections
 from dispatcher.check.finding import Finding
 from dispatcher.check.settings import check_files
 from dispatcher.queue.embedded import embedded_valkey
-from dispatcher.settings import Settings
+from dispatcher.queue.keys import QueueNames
+from dispatcher.settings.model import Settings
+from tests.queue.factories import queues
 from tests.queue.redis_users import grant, url_of
 from tests.queue.servers import ENGINES, ClusterSet, SentinelSet, cluster_set, sentinel_set, server
 from tests.signals.apiserver import PODS, POOLS, SLICES, ApiServer, endpoint_slice, pod, pool
@@ -378,6 +380,23 @@ async def test_all_missing_redis_permissions_are_named(tmp_path: Path, engine: s
         assert finding.level == "failed"
         missing = "+getrange, +zrem, ~batch:{qwen}:results, ~request-active:*, ~request-cancel:*"
         assert finding.what == f"Redis does not permit this user: {missing} (docs/explanation/security.md)"
+
+
+async def test_pools_that_share_a_queue_are_a_warning_with_the_remedy(tmp_path: Path) -> None:
+    names = QueueNames("batch:{qwen}:requests", "batch:{qwen}:results")
+    with server("redis", tmp_path / "redis") as running:
+
+        async def find_warnings() -> list[Finding]:
+            findings = await check_all(tmp_path, queue={"url": running.url})
+            return [each for each in findings if (each.where, each.level) == ("queue.name", "warning")]
+
+        async with queues(running.url, "a", names=names) as (owner,):
+            await owner.share_pool_identity(b'["inferencepool","uid-1","llm/qwen"]', 30.0)
+            assert await find_warnings() == []
+            await owner.share_pool_identity(b'["inferencepool","uid-2","llm/qwen"]', 30.0)
+            (warning,) = await find_warnings()
+        assert "llm/qwen (inferencepool uid-1), llm/qwen (inferencepool uid-2)" in warning.what
+        assert warning.hint == "a queue of its own for each pool"
 
 
 async def test_embedded_valkey_of_a_running_dispatcher_is_checked(tmp_path: Path) -> None:

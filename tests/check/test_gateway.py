@@ -6,9 +6,9 @@ import pytest
 
 from dispatcher.check.gateway import judge_answer
 from dispatcher.check.plain_http import RawResponse
-from dispatcher.core.gateway.gateway_verification import GatewayVerification
-from dispatcher.core.gateway.outcome import Failed, classify_answer
-from dispatcher.core.requests.headers import DROP_REASON
+from dispatcher.requests.headers import DROP_REASON
+from dispatcher.requests.outcomes.judge import GatewayRecord, judge_attempt
+from dispatcher.requests.outcomes.outcome import Failed, classify_answer
 
 STATUSES_WITH_OWN_RULE = {405}
 """A gateway that accepts POST may answer a GET with these."""
@@ -18,9 +18,8 @@ STATUSES_WITH_OWN_RULE = {405}
 @pytest.mark.parametrize("headers", [{}, {DROP_REASON: "full"}, {"location": "/x"}])
 def test_check_accepts_the_answers_that_the_dispatcher_accepts(headers: dict[str, str], body: bytes) -> None:
     for status in set(range(200, 600)) - STATUSES_WITH_OWN_RULE:
-        is_accepted = not isinstance(
-            GatewayVerification().judge_outcome(classify_answer(status, headers, body, 0.0)), Failed
-        )
+        outcome, _, _ = judge_attempt(classify_answer(status, headers, body, 0.0), GatewayRecord())
+        is_accepted = not isinstance(outcome, Failed)
         finding = judge_answer(RawResponse(status, headers, body), "GET /", without_tls=True)
         assert (finding.level == "ok") == is_accepted, finding
 

@@ -11,7 +11,7 @@ import pytest
 
 from dispatcher.check.finding import Finding
 from dispatcher.check.kubernetes import TIMEOUT_S, build_lookup
-from dispatcher.settings import Settings
+from dispatcher.settings.model import Settings
 from dispatcher.signals.kubernetes.cluster import ClusterAccess
 from tests.signals.apiserver import (
     OLD_POOLS,

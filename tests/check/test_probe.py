@@ -18,8 +18,9 @@ from dispatcher.check.ramp import (
     Ramp,
     extract_counts,
 )
-from dispatcher.core.limit.budget import Reading, Signal
-from dispatcher.settings import Settings, parse_settings
+from dispatcher.limit.budget import Reading, Signal
+from dispatcher.settings.load import parse_settings
+from dispatcher.settings.model import Settings
 from tests.fork_server import run_cli
 
 MAX_IN_FLIGHT = 100

@@ -24,12 +24,18 @@ from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner
 
 from dispatcher.cli import VERBS, app
-from dispatcher.core.requests.request import encode_member
-from dispatcher.core.requests.result import encode_answer
-from dispatcher.core.sequences.decisions import SequenceTerms, TurnEnd
-from dispatcher.core.sequences.turns import OnError, Turn
-from dispatcher.ports import DeadLetter, Release, Settlement, Submission
+from dispatcher.features.models.queue.waiting import ModelWait
+from dispatcher.features.named_streams.redis_streams import get_stream_keys
+from dispatcher.features.sequences.decisions import (
+    SequenceTerms,
+)
+from dispatcher.features.sequences.queue.turn_end import TurnEnd
+from dispatcher.features.sequences.turns import OnError, Turn
+from dispatcher.queue.contract import DeadLetter, Release, Settlement
 from dispatcher.queue.keys import QueueNames
+from dispatcher.requests.request import encode_member
+from dispatcher.requests.result import encode_answer
+from dispatcher.requests.submission import Submission
 from tests.fork_server import forked_process
 from tests.queue.factories import OwnerAndAdmin, claim, queues
 from tests.queue.servers import ENGINES, Server, server
@@ -98,7 +104,7 @@ REQUEST = {
         "reason",
         "last_attempt",
         "missing_model",
-        "endpoint",
+        "path",
         "result_list",
     ),
     *("labels", "sequence", "cancellable", "being_cancelled", "bytes", "problem"),
@@ -115,7 +121,6 @@ RESULT = {
     "cached_tokens",
     "partial",
 }
-DEAD = {"entry", "id", "reason", "died_at", "deliveries", "failed_attempts", "refusals"}
 SEQUENCE = {
     *(
         "id",
@@ -174,7 +179,10 @@ ROWS = {
         happy_arguments=("answered",),
         also=(("x", "--wait"),),
         empty=1,
-        wrong=((), ("x", "30s"), ("x", "--wait", "soon")),
+        wrong=(
+            *((), ("x", "30s"), ("x", "--wait", "soon"), ("x", "--all"), ("--all", "--list", "y")),
+            *(("x", "--take"), ("--all", "--wait"), ("--all", "--most", "0")),
+        ),
         fields={"": {*RESULT, "request_token"}},
     ),
     "describe": Row(
@@ -188,15 +196,14 @@ ROWS = {
         shows_gate=True,
     ),
     "list": Row(
-        wrong=(("--state", "lost"), ("--label", "job"), ("-n", "0")), fields={"": REQUEST}, table=True
-    ),
-    "peek": Row(
-        wrong=(("-n", "0"),),
-        fields={"": {"gate", "pending", "next"}, "next": REQUEST},
-        shows_gate=True,
+        also=(("--state", "dead"), ("--reason", "CUDA")),
+        wrong=(
+            *(("--state", "lost"), ("--label", "job"), ("-n", "0"), ("--older", "long")),
+            *(("--next", "--state", "dead"), ("--reason", "x", "--state", "running")),
+        ),
+        fields={"": REQUEST},
         table=True,
     ),
-    "results": Row(wrong=(("--most", "0"),), fields={"": RESULT}, by_line=True, table=True),
     "status": Row(
         wrong=(("--wait", "soon"), ("--admin-url", "ftp://h")), fields={"": STATUS}, shows_gate=True
     ),
@@ -222,13 +229,6 @@ ROWS = {
         wrong=((), ("x", "--label", "a=b"), ("--label", "job"), ("x", "--sequence", "y")),
         fields={"": {"cancelled", "not_cancelled"}},
     ),
-    "dead list": Row(wrong=(("--older", "long"), ("-n", "0")), fields={"": DEAD}, table=True),
-    "dead show": Row(
-        happy_arguments=("dead",),
-        empty=1,
-        wrong=((),),
-        fields={"": {*DEAD, "member", "results"}, "results": RESULT},
-    ),
     "dead requeue": Row(
         happy_arguments=("dead",),
         empty=1,
@@ -241,15 +241,11 @@ ROWS = {
         wrong=((), ("x", "--all")),
         fields={"": {"purged", "asked", "dead"}},
     ),
-    "sequences list": Row(wrong=(("--status", "lost"), ("-n", "0")), fields={"": SEQUENCE}, table=True),
     "sequences show": Row(
-        happy_arguments=("chat-7",),
-        empty=1,
-        wrong=((), ("a", "b")),
-        fields={
-            "": {*SEQUENCE, "current_id", "waiting_requests"},
-            "waiting_requests": {"index", "entry", "id"},
-        },
+        also=(("--status", "held"),),
+        wrong=(("--status", "lost"), ("-n", "0"), ("a", "b"), ("a", "--status", "held")),
+        fields={"": SEQUENCE},
+        table=True,
     ),
     "sequences release": Row(
         happy_arguments=("chat-7",), empty=1, wrong=((),), fields={"": {"id", "released"}}
@@ -277,8 +273,9 @@ ROWS = {
         wrong=((), ("a", "b"), ("a:kept",)),
         fields={"": {"name", "forgotten"}},
     ),
-    "models list": Row(wrong=(("--nonsense",), ("qwen",)), fields={"": MODEL}, table=True),
-    "models show": Row(happy_arguments=("qwen",), empty=1, wrong=((), ("a", "b")), fields={"": MODEL}),
+    "models show": Row(
+        wrong=(("--nonsense",), ("a", "b"), ("qwen", "--waiting")), fields={"": MODEL}, table=True
+    ),
     "models label": Row(
         happy_arguments=("qwen", "stable", "3"),
         wrong=((), ("qwen", "stable"), ("qwen", "stable", "3", "--clear"), ("qwen", "\n", "3")),
@@ -320,9 +317,6 @@ ROWS = {
         fields={"": {"ok", "checks"}, "checks": {"ok", "what"}},
         slow=True,
     ),
-    "completion": Row(happy_arguments=("bash",), wrong=((), ("csh",)), uses_queue=False),
-    "help": Row(happy_arguments=("status",), wrong=(("nonsense",), ("dead", "nonsense")), uses_queue=False),
-    "version": Row(wrong=(("x",),), fields={"": {"version", "python"}}, uses_queue=False),
 }
 
 
@@ -401,14 +395,14 @@ async def add_requests(environment: Environment) -> None:
         client.lpush(NAMES.result_list, encode_answer("shared", 200, b'{"text": "hello"}'))
         for name in ("answered", "dead"):
             client.lpush(NAMES.result_list_for_id(name), encode_answer(name, 200, b'{"text": "hello"}'))
-        pending, consumed = NAMES.stream_keys("nightly")
+        pending, consumed = get_stream_keys(NAMES, "nightly")
         client.hset(pending, "row-1", f"token {LATER} digest")
         client.hset(consumed, "row-2", "digest")
     async with queues(environment.server.url, "owner", names=NAMES) as (queue,):
         await add_sequences(queue)
         await queue.submit([Submission(encode_member("early", b'{"model": "qwen"}', LATER), LATER)])
         (early,) = (await claim(queue, 1)).leases
-        await queue.release([Release(early, is_undelivered=True, missing_model="qwen")])
+        await queue.release([Release(early, is_undelivered=True, extra=ModelWait("qwen"))])
         for at, name in enumerate(("dead", "delayed", "running", "first", "second", "third" + "-" * 90)):
             token = f"token-of-{name}"
             member = encode_member(name.rstrip("-"), b'{"prompt": "hi"}', LATER + at, token=token)
@@ -435,11 +429,7 @@ async def add_sequences(queue: OwnerAndAdmin) -> None:
     await queue.claim_turns([(lease, Turn("chat-7", at)) for at, lease in enumerate(leases)], terms)
     end = TurnEnd(Turn("chat-7", 0), has_failed=True, cause="out of memory")
     await queue.settle(
-        [
-            Settlement(
-                leases[0], encode_answer("chat-0", 200, b"{}"), NAMES.result_list_for_id("x"), turn_end=end
-            )
-        ]
+        [Settlement(leases[0], encode_answer("chat-0", 200, b"{}"), NAMES.result_list_for_id("x"), extra=end)]
     )
 
 

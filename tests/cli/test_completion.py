@@ -1,4 +1,4 @@
-"""Completion in real shells."""
+"""Completion, the list of verbs, and errors of the whole command line."""
 
 from __future__ import annotations
 
@@ -6,127 +6,56 @@ import json
 import os
 import pty
 import re
-import select
-import shutil
 import subprocess
 import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from dispatcher.cli import SUMMARIES, VERBS, app
+from dispatcher.cli import VERBS, app
+from dispatcher.features import import_modules
 from tests.fork_server import run_cli
 
 
-@pytest.fixture(scope="module")
-def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("completion")
-    made = {}
-    for shell in ("bash", "zsh", "fish"):
-        output = run_cli("completion", shell)
-        assert output.returncode == 0, output.stderr
-        made[shell] = folder / f"completion.{shell}"
-        made[shell].write_text(output.stdout)
-    return made
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("batch-dispatcher st", ["status", "streams"]),
+        ("batch-dispatcher dead re", ["requeue"]),
+        ("batch-dispatcher status --wa", ["--wait", "--watch"]),
+        ("batch-dispatcher sequences show --status he", ["held"]),
+        ("batch-dispatcher run --config some", []),  # bash completes names of files then
+    ],
+)
+def test_shell_completes_verbs_options_and_choices(line: str, expected: list[str]) -> None:
+    assert sorted(complete(line).stdout.split()) == expected
 
 
-def test_completion_without_a_shell_lists_the_shells() -> None:
-    output = run_cli("completion")
-    assert (output.returncode, output.stdout) == (2, "")
-    assert output.stderr == "say for which shell: batch-dispatcher completion bash|zsh|fish\n"
-
-
-def bash(script: Path, line: str, folder: Path) -> set[str]:
-    words = line.split(" ")
-    asked = "\n".join(
-        [
-            f"source {script}",
-            f"COMP_WORDS=({' '.join(words[:-1])} '{words[-1]}')",
-            f"COMP_CWORD={len(words) - 1}",
-            "compopt() { :; }",  # defined only during completion by readline
-            "_batch_dispatcher",
-            'printf "%s\\n" "${COMPREPLY[@]}"',
-        ]
+def complete(line: str, *, program: str = "from dispatcher.cli import main; main()") -> Any:
+    """Ask for completions as the script of typer for bash does."""
+    asked = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)}
+    environ = {**os.environ, **asked, "_BATCH_DISPATCHER_COMPLETE": "complete_bash"}
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environ, check=False
     )
-    done = subprocess.run(
-        ["bash", "--norc", "-euc", asked], capture_output=True, text=True, check=True, cwd=folder
+
+
+@pytest.mark.parametrize("line", ["batch-dispatcher ", "batch-dispatcher status --"])
+def test_completion_imports_neither_settings_nor_redis(line: str) -> None:
+    """These imports take half a second, and completion runs at each Tab."""
+    program = (
+        "import sys\n"
+        "from dispatcher.cli import main\n"
+        "try:\n"
+        "    main()\n"
+        "finally:\n"
+        "    print(sorted({'dispatcher.settings', 'redis', 'rich', 'aiohttp'} & set(sys.modules)))"
     )
-    assert done.stderr == ""
-    return set(done.stdout.split())
-
-
-def fish(script: Path, line: str, folder: Path) -> set[str]:
-    environ = {"HOME": str(folder), "PATH": os.environ["PATH"], "LANG": "C.UTF-8"}
-    asked = f"source {script}; complete -C '{line}'"
-    done = subprocess.run(
-        ["fish", "--no-config", "-c", asked], capture_output=True, text=True, cwd=folder, env=environ
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return {each.split("\t")[0] for each in done.stdout.splitlines()}
-
-
-def zsh(script: Path, line: str, folder: Path) -> set[str]:
-    """Return the completed line, or the list of candidates. zsh completes only in a terminal."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(folder)
-        os.execvpe(
-            "zsh", ["zsh", "-f", "-i"], {"PATH": os.environ["PATH"], "TERM": "dumb", "HOME": str(folder)}
-        )
-    output = b""
-
-    def read_until(mark: bytes) -> None:
-        nonlocal output
-        end = time.monotonic() + 30
-        while mark not in output:
-            assert time.monotonic() < end, output
-            if select.select([terminal], [], [], 0.2)[0]:
-                output += os.read(terminal, 65536)
-
-    begin = "unsetopt zle_bracketed_paste; PS1='<''p>'; LISTMAX=1000; autoload -U compinit; compinit -u -D"
-    show = 'show() { print -r -- "<<$BUFFER>>" }; zle -N show; bindkey ^T show'
-    try:
-        os.write(terminal, f"{begin}; {show}; source {script}; print re''ady\n".encode())
-        read_until(b"ready\r\n")
-        read_until(b"<p>")
-        output = b""
-        os.write(terminal, f"{line}\t\x14".encode())
-        read_until(b">>")
-        return {each.decode() for each in re.findall(rb"[\w./-]+", output)}
-    finally:
-        os.close(terminal)
-        os.waitpid(pid, 0)
-
-
-SHELLS = {"bash": bash, "fish": fish, "zsh": zsh}
-
-
-@pytest.mark.parametrize("shell", SHELLS)
-def test_shell_completes_verbs_options_choices_and_files(
-    shell: str, scripts: dict[str, Path], tmp_path: Path
-) -> None:
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed")
-    (tmp_path / "some-config.yaml").touch()
-    for line, expected, not_expected in (
-        ("batch-dispatcher st", {"status"}, "--watch"),
-        ("batch-dispatcher dead re", {"requeue"}, "resume"),
-        ("batch-dispatcher status --wa", {"--watch", "--wait"}, "--observe"),
-        ("batch-dispatcher completion f", {"fish"}, "bash"),
-        ("batch-dispatcher run --config some", {"some-config.yaml"}, "status"),
-    ):
-        found = SHELLS[shell](scripts[shell], line, tmp_path)
-        assert expected <= found, (line, found)
-        assert not_expected not in found, (line, found)
-
-
-def test_shell_completes_without_starting_python(scripts: dict[str, Path]) -> None:
-    for script in scripts.values():
-        assert not re.search(r"\$\(\s*batch-dispatcher|\(batch-dispatcher", script.read_text())
+    *completions, imported = complete(line, program=program).stdout.splitlines()
+    assert completions
+    assert imported == "[]"
 
 
 def command(*names: str) -> Any:
@@ -158,7 +87,7 @@ def test_each_example_in_a_help_text_is_valid_usage() -> None:
 def test_help_fits_a_terminal_of_80_columns() -> None:
     for names in verbs():
         output = CliRunner().invoke(
-            app, ["help", *names], env={"COLUMNS": "80"}, prog_name="batch-dispatcher"
+            app, [*names, "--help"], env={"COLUMNS": "80"}, prog_name="batch-dispatcher"
         )
         assert output.exit_code == 0, output.output
         assert f"batch-dispatcher {' '.join(names)}" in output.stdout
@@ -166,7 +95,9 @@ def test_help_fits_a_terminal_of_80_columns() -> None:
 
 
 def test_list_of_verbs_shows_the_first_sentence_of_each_help() -> None:
-    assert {verb: (command(verb).help or "").split("\n\n")[0] for verb in VERBS} == SUMMARIES
+    assert {name: (command(name).help or "").split("\n\n")[0] for name in VERBS} == {
+        name: verb.summary for name, verb in VERBS.items()
+    }
 
 
 def test_list_of_verbs_imports_no_verb() -> None:
@@ -174,15 +105,28 @@ def test_list_of_verbs_imports_no_verb() -> None:
         "import sys\n"
         "from dispatcher.cli import VERBS, app\n"
         "app(['--help'], standalone_mode=False)\n"
-        "print(sorted(set(VERBS.values()) & set(sys.modules)))"
+        "print(sorted({verb.path for verb in VERBS.values()} & set(sys.modules)))\n"
+        "print(*(name for name in sys.modules if name.startswith('dispatcher.features.')))"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert output.stdout.splitlines()[-1] == "[]"
+    verbs_imported, feature_modules = output.stdout.splitlines()[-2:]
+    assert verbs_imported == "[]"
+    declarations = import_modules("verbs").values()
+    assert set(feature_modules.split()) == {
+        name for module in declarations for name in (module.__name__, module.__package__)
+    }
     assert all(f" {verb} " in output.stdout for verb in VERBS)
 
 
-def test_version_is_also_an_option() -> None:
-    assert run_cli("--version").stdout == run_cli("-V").stdout == run_cli("version").stdout
+def test_version_is_printed_with_that_of_python() -> None:
+    assert run_cli("--version").stdout == run_cli("-V").stdout
+    assert re.fullmatch(r"batch-dispatcher \S+ \(Python \S+\)\n", run_cli("-V").stdout)
+
+
+def test_removed_verb_is_answered_with_the_nearest_one() -> None:
+    output = run_cli("results")
+    assert output.returncode == 2
+    assert "No such command 'results'. Did you mean 'result', 'resume'?" in " ".join(output.stderr.split())
 
 
 @pytest.mark.parametrize(

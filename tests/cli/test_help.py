@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from dispatcher.cli import VERBS, app
 
-INNER = [["dead", "list"], ["dead", "requeue"], ["dead", "purge"], ["queue", "copy"]]
+INNER = [["dead", "requeue"], ["dead", "purge"], ["queue", "copy"]]
 
 
 @pytest.mark.parametrize("verb", [[], *([each] for each in VERBS), *INNER], ids=" ".join)

@@ -17,8 +17,8 @@ import redis.asyncio
 import yaml
 from aiohttp import web
 
-from dispatcher.core.requests.request import encode_member
 from dispatcher.queue.keys import QueueNames
+from dispatcher.requests.request import encode_member
 from tests.queue.servers import server
 from tests.signals.apiserver import PODS, POOLS, SLICES, ApiServer, endpoint_slice, pod, pool
 from tests.signals.fakes import fake_epp, fake_prometheus, serving
@@ -28,7 +28,7 @@ CHECK = """
 import asyncio, os, sys
 from pathlib import Path
 from dispatcher.check.connections import build_probes, find_unreachable, run_probes
-from dispatcher.settings import load_settings
+from dispatcher.settings.load import load_settings
 
 settings = load_settings(Path(sys.argv[1]), os.environ)
 

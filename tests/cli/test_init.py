@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from dispatcher.cli.init import Answers, Way, format_config
 from dispatcher.cli.kubectl import FoundPool, build_pool
-from dispatcher.settings import Settings, parse_settings
+from dispatcher.settings.load import parse_settings
+from dispatcher.settings.model import Settings
 from tests.fork_server import run_cli
 
 Output = subprocess.CompletedProcess[str]

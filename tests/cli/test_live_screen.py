@@ -29,8 +29,8 @@ from dispatcher.cli.live_screen import fit_page
 from dispatcher.cli.overview import Overview
 from dispatcher.cli.render import format_page
 from dispatcher.cli.terminal import wrap_lines
-from dispatcher.core.limit.budget import Reason
-from dispatcher.core.requests.queue_counts import QueueCounts
+from dispatcher.limit.budget import Reason
+from dispatcher.requests.queue_counts import QueueCounts
 from dispatcher.telemetry.status import (
     BudgetStatus,
     GateStatus,

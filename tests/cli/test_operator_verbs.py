@@ -24,11 +24,12 @@ from typer.testing import CliRunner
 
 from dispatcher.cli import app, render
 from dispatcher.cli.admin_client import AdminAddress, StatusProblem, StatusProblemKind, fetch_status
-from dispatcher.core.health import Cause, Health
-from dispatcher.core.requests.request import encode_member
-from dispatcher.ports import DeadLetter, Permit, Settlement, Submission
+from dispatcher.limit.health import Health
+from dispatcher.queue.contract import DeadLetter, Permit, Settlement
 from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis.connect import connect
+from dispatcher.requests.request import encode_member
+from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.status import (
     BudgetStatus,
     GateStatus,
@@ -170,7 +171,7 @@ def status_with_every_subject() -> Status:
             replicas=[ReplicaStatus("one", 1, 0.1), ReplicaStatus("two", 17, 3.0)],
         ),
         impact=ImpactStatus(0.3, 0.39, 0.016, 0.029, "realtime", 40, "epp: ttft", 0.24, None),
-        health=HealthStatus(Health.FAILING, Cause.GATEWAY, "The gateway is away.", 312.0, "gateway.url"),
+        health=HealthStatus(Health.FAILING, "gateway", "The gateway is away.", 312.0, "gateway.url"),
     )
 
 
@@ -225,6 +226,15 @@ async def test_check_shows_the_reserve_problem_of_a_running_dispatcher(run_confi
         async with serve_answer(json.dumps(shown)) as port:
             found = await asyncio.to_thread(run_configured, "check", port)
         assert ("batch requests last 48 s" in found.stderr) is said, found.stderr
+
+
+async def test_check_shows_what_a_running_dispatcher_knows_of_slices(run_configured: RunConfigured) -> None:
+    model = {"path": "/v1/completions", "model": "phi", "verdict": "unequal", "whole_reason": "unequal"}
+    shown = {**build_status_document(), "sliced_models": [{**model, "why": "because", "remedy": "this"}]}
+    async with serve_answer(json.dumps(shown)) as port:
+        found = await asyncio.to_thread(run_configured, "check", port)
+    line = "warning: slicing: phi at /v1/completions: none, unequal: because. Remedy: this"
+    assert line in found.stderr.splitlines()
 
 
 async def test_status_of_a_dispatcher_of_another_version_is_shown(run_configured: RunConfigured) -> None:
@@ -305,7 +315,7 @@ def test_pause_names_the_uid_if_it_has_no_user_name(monkeypatch: pytest.MonkeyPa
 async def test_pause_is_shown_with_operator_and_reason_until_resume(queue_server: Server) -> None:
     assert run_verb(queue_server, "pause", "--by", "ann", "--why", "upgrade").returncode == 0
     assert read_status(queue_server)["paused"] == {"by": "ann", "why": "upgrade"}
-    assert "paused by ann: upgrade" in run_verb(queue_server, "explain").stdout
+    assert "The queue is paused by ann: upgrade." in run_verb(queue_server, "explain").stdout
     async with _queue(queue_server) as queue:
         assert (await queue.renew([])).shared.is_paused
     assert run_verb(queue_server, "resume").returncode == 0
@@ -326,12 +336,18 @@ async def test_cancel_sets_the_marker_of_an_active_request_only(queue_server: Se
 
 async def test_dead_requests_are_listed_shown_requeued_and_purged(queue_server: Server) -> None:
     await put_dead_request(queue_server, "broken")
-    (listed,) = json.loads(run_verb(queue_server, "dead", "list", "--json").stdout)
+    (listed,) = json.loads(run_verb(queue_server, "list", "--state", "dead", "--json").stdout)
     assert (listed["id"], listed["reason"]) == ("broken", "it broke")
     entry = str(listed["entry"])
-    assert '"prompt"' not in run_verb(queue_server, "dead", "list").stdout
-    assert '\\"a\\":1' in run_verb(queue_server, "dead", "show", entry).stdout
-    assert run_verb(queue_server, "dead", "show", "999").returncode == 1
+    assert '"prompt"' not in run_verb(queue_server, "list", "--state", "dead").stdout
+    for number in (entry, "broken"):
+        (shown,) = json.loads(run_verb(queue_server, "describe", number, "--full", "--json").stdout)[
+            "requests"
+        ]
+        assert '\\"a\\":1' in json.dumps(shown["member"])
+    assert '"a":1' not in run_verb(queue_server, "describe", entry).stdout, "it may hold secrets"
+    assert '"a":1' in run_verb(queue_server, "describe", entry, "--full").stdout
+    assert run_verb(queue_server, "describe", "999").returncode == 1
 
     again = run_verb(queue_server, "dead", "requeue", entry)
     assert again.returncode == 0
@@ -359,7 +375,7 @@ def test_payload_that_is_no_object_is_refused_before_submission(queue_server: Se
     ("body", "asked", "is_doubted"),
     [
         ('{"messages": []}', (), True),
-        ('{"messages": []}', ("--endpoint", "/v1/chat/completions"), False),
+        ('{"messages": []}', ("--path", "/v1/chat/completions"), False),
         ('{"messages": [], "prompt": "hi"}', (), False),
         ('{"prompt": "hi"}', (), False),
     ],
@@ -371,7 +387,7 @@ def test_conversation_for_completions_is_submitted_with_a_warning(
     config.write_text(f"gateway: {{url: http://gw}}\nqueue: {{url: {queue_server.url}}}\n")
     serve_answer = run_cli("submit", body, "--no-wait", *asked, "--config", config)
     assert serve_answer.returncode == 0
-    meant = "the body has `messages`, and /v1/completions takes a `prompt`: is --endpoint "
+    meant = "the body has `messages`, and /v1/completions takes a `prompt`: is --path "
     assert (meant in serve_answer.stderr) is is_doubted
 
 
@@ -379,8 +395,8 @@ def test_second_pause_names_the_operator_and_reason_it_replaces(queue_server: Se
     asked = "pause", "--by", "ann", "--why", "upgrade"
     assert run_verb(queue_server, *asked).stderr == ""
     assert run_verb(queue_server, *asked).stderr == "", "the same pause again"
-    serve_answer = run_verb(queue_server, "pause", "--by", "bob")
-    assert serve_answer.stderr.strip() == "it was already paused by ann: upgrade; that is no longer shown"
+    told = "the queue is paused by ann: upgrade; from now on, the new name and reason are shown"
+    assert run_verb(queue_server, "pause", "--by", "bob").stderr.strip() == told
     assert read_status(queue_server)["paused"]["by"] == "bob"
     run_verb(queue_server, "resume")
 
@@ -430,7 +446,7 @@ async def test_text_of_others_cannot_control_the_terminal(
 ) -> None:
     await put_dead_request(queue_server, HOSTILE)
     assert run_verb(queue_server, "pause", "--by", HOSTILE, "--why", HOSTILE).returncode == 0
-    printed = [run_verb(queue_server, "dead", "list"), run_verb(queue_server, "explain")]
+    printed = [run_verb(queue_server, "list", "--state", "dead"), run_verb(queue_server, "explain")]
     gate = build_status_document() | {
         "explanation": f"Prometheus says {HOSTILE}",
         "problems": [HOSTILE],

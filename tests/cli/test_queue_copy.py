@@ -12,15 +12,15 @@ from typer.testing import CliRunner
 from dispatcher.cli import app
 from dispatcher.cli.connection import QueueTarget
 from dispatcher.cli.queue import copy_requests
-from dispatcher.core.requests.found_request import LookupPage, RequestLocation
-from dispatcher.ports import Submission
 from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
+from dispatcher.requests.found_request import LookupPage, RequestLocation
+from dispatcher.requests.submission import Submission
 from tests.queue.servers import ENGINES, Server, server
 
 NAMES = QueueNames("batch:{default}:requests", "batch:{default}:results")
-LATER = int(time.time()) + 3600
+LATER = int(time.time()) + 86_400
 
 
 @pytest.fixture

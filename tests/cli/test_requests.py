@@ -22,11 +22,22 @@ from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner
 
 from dispatcher.cli import app
-from dispatcher.core.gateway.outcome import Failed, MoveToDeadLetters, RetryPolicy, decide_after_attempt
-from dispatcher.core.requests.request import encode_member, parse_member
-from dispatcher.core.requests.result import ErrorCode, decode_result, encode_answer, encode_failure
-from dispatcher.ports import DeadLetter, Lease, Release, Settlement, Submission
+from dispatcher.queue.contract import DeadLetter, Lease, Release, Settlement
 from dispatcher.queue.keys import QueueNames
+from dispatcher.requests.outcomes.judge import MoveToDeadLetters, decide_after_attempt
+from dispatcher.requests.outcomes.outcome import (
+    Failed,
+    RetryPolicy,
+)
+from dispatcher.requests.request import encode_member, parse_member
+from dispatcher.requests.result import (
+    ErrorCode,
+    add_partial_answer,
+    decode_result,
+    encode_answer,
+    encode_failure,
+)
+from dispatcher.requests.submission import Submission
 from tests.fork_server import forked_process, run_cli
 from tests.queue.factories import OwnerAndAdmin, claim, queues
 from tests.queue.servers import ENGINES, Server, server
@@ -36,7 +47,7 @@ NAMES = QueueNames("batch:{default}:requests", "batch:{default}:results")
 NOWHERE = ("--queue-url", "redis://127.0.0.1:1/0")
 STARTS_S = 60.0
 """Time for the start of a program on a busy machine."""
-LATER = int(time.time()) + 3600
+LATER = int(time.time()) + 86_400
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +126,7 @@ async def test_describe_shows_the_location_of_a_request_and_why_it_is_not_sent(q
     assert re.search(r"due in (10|9\.\d) min", expected["delayed"])
     assert "it is with owner-7" in expected["running"]
     assert re.search(r"queue position +3\n", expected["third"])
-    assert "2 go before it; the gate: paused by ann: upgrade" in expected["third"]
+    assert "2 go before it; the gate: the queue is paused by ann: upgrade" in expected["third"]
     (shown,) = (await run_verb_for_json(queue_server, "describe", "third"))["requests"]
     assert (shown["state"], shown["queue_position"], shown["cancellable"]) == ("pending", 3, True)
     assert (await run_verb_for_json(queue_server, "describe", "nobody", "--all"))["searched_all"]
@@ -159,7 +170,7 @@ async def test_result_is_found_by_its_id_until_it_is_taken(queue_server: Server)
         assert "answered, status 200" in (await run_verb(queue_server, "describe", name)).stdout
     assert [
         json.loads(line)["id"]
-        for line in (await run_verb(queue_server, "results", "--take")).stdout.splitlines()
+        for line in (await run_verb(queue_server, "result", "--all", "--take")).stdout.splitlines()
     ] == ["shared"]
     gone = await run_verb(queue_server, "result", "shared", "--wait")
     assert gone.returncode == 1
@@ -323,7 +334,7 @@ async def test_request_that_is_being_cancelled_is_marked_until_it_is_answered(
             "waiting": True,
             "other": False,
         }
-        peeked = (await run_verb(queue_server, "peek")).stdout.splitlines()
+        peeked = (await run_verb(queue_server, "list", "--next")).stdout.splitlines()
         assert [line.endswith("is being cancelled") for line in peeked[2:]] == [True, False]
         expected = (await run_verb(queue_server, "describe", "waiting")).stdout
         assert re.search(r"^  being cancelled +yes$", expected, re.MULTILINE)
@@ -360,10 +371,10 @@ async def test_progress_is_a_note_and_no_error_with_json(queue_server: Server) -
 async def test_result_in_another_list_is_mentioned(queue_server: Server) -> None:
     async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await submit_requests(queue, "mine", results="batch-results:mine")
-        assert "results --list batch-results:mine" in (await run_verb(queue_server, "result", "mine")).stderr
+        assert "result --list batch-results:mine" in (await run_verb(queue_server, "result", "mine")).stderr
         await settle_leases(queue, *await claim_leases(queue))
     (line,) = (
-        await run_verb(queue_server, "results", "--list", "batch-results:mine", "--json")
+        await run_verb(queue_server, "result", "--list", "batch-results:mine", "--json")
     ).stdout.splitlines()
     assert json.loads(line)["id"] == "mine"
 
@@ -390,14 +401,14 @@ async def test_list_shows_requests_with_their_location_in_queue_order(queue_serv
     assert (len(some.stdout.splitlines()), some.stderr.strip()) == (3, "2 of 3; --most shows more")
 
 
-async def test_peek_shows_the_next_requests_and_the_gate(queue_server: Server) -> None:
+async def test_list_next_shows_the_next_requests_and_the_gate(queue_server: Server) -> None:
     async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await submit_requests(queue, "a", "b", "c")
         await queue.pause("ann", "upgrade")
-    lines = (await run_verb(queue_server, "peek", "-n", "2")).stdout.splitlines()
-    assert lines[0] == "3 wait; the gate: paused by ann: upgrade"
+    lines = (await run_verb(queue_server, "list", "--next", "-n", "2")).stdout.splitlines()
+    assert lines[0] == "3 wait; the gate: the queue is paused by ann: upgrade"
     assert [line.split()[:2] for line in lines[2:]] == [["1", "a"], ["2", "b"]]
-    found = await run_verb_for_json(queue_server, "peek")
+    found = await run_verb_for_json(queue_server, "list", "--next")
     assert (found["pending"], [each["queue_position"] for each in found["next"]]) == (3, [1, 2, 3])
 
 
@@ -432,11 +443,13 @@ async def test_results_are_shown_and_taken_oldest_first(queue_server: Server) ->
         for at in range(3):
             client.lpush(NAMES.result_list, encode_answer(f"r-{at}", 200, b"hi"))
         client.lpush(NAMES.result_list, b"\xffgarbage")
-    lines = (await run_verb(queue_server, "results")).stdout.splitlines()
+    lines = (await run_verb(queue_server, "result", "--all")).stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["ID", "r-0", "r-1", "r-2", "(unreadable)"]
-    claim_leases = (await run_verb(queue_server, "results", "--take", "--most", "2")).stdout.splitlines()
+    claim_leases = (
+        await run_verb(queue_server, "result", "--all", "--take", "--most", "2")
+    ).stdout.splitlines()
     assert [json.loads(line)["id"] for line in claim_leases] == ["r-0", "r-1"]
-    assert len((await run_verb(queue_server, "results", "--json")).stdout.splitlines()) == 2
+    assert len((await run_verb(queue_server, "result", "--all", "--json")).stdout.splitlines()) == 2
 
 
 async def test_dead_requests_are_selected_by_id_reason_and_age(queue_server: Server) -> None:
@@ -448,20 +461,14 @@ async def test_dead_requests_are_selected_by_id_reason_and_age(queue_server: Ser
             await queue.move_to_dead_letters(
                 [DeadLetter(Settlement(lease, b'{"id":"x","payload":""}', ""), reason)]
             )
-    assert [
-        each["id"] for each in (await run_verb_for_json(queue_server, "dead", "list", "--reason", "cuda"))
-    ] == ["a"]
-    assert (await run_verb_for_json(queue_server, "dead", "list", "--older", "1h")) == []
-    assert (await run_verb(queue_server, "dead", "list")).stdout.splitlines()[0].split() == [
-        "NUMBER",
-        "DIED",
-        "ID",
-        "REASON",
+    assert [each["id"] for each in (await run_verb_for_json(queue_server, "list", "--reason", "cuda"))] == [
+        "a"
     ]
-    assert (
-        json.loads((await run_verb(queue_server, "dead", "show", "a")).stdout)["reason"]
-        == "CUDA out of memory"
-    )
+    assert (await run_verb_for_json(queue_server, "list", "--older", "1h")) == []
+    row = (await run_verb(queue_server, "list", "--reason", "cuda")).stdout.splitlines()[1]
+    assert re.search(r"^a +dead .* died .* ago: CUDA out of memory$", row)
+    (shown,) = (await run_verb_for_json(queue_server, "describe", "a"))["requests"]
+    assert shown["reason"] == "CUDA out of memory"
     assert (await run_verb_for_json(queue_server, "dead", "requeue", "a"))["requeued"] == 1
     given = await run_verb(queue_server, "dead", "purge", "--reason", "500")
     assert (given.returncode, "--yes" in given.stderr) == (2, True)
@@ -469,8 +476,8 @@ async def test_dead_requests_are_selected_by_id_reason_and_age(queue_server: Ser
     assert (purged.stdout, purged.stderr) == ("1 forgotten, 1 dead left\n", "")
     others = await run_verb_for_json(queue_server, "dead", "purge", "--reason", "500", "--yes")
     assert others == {"purged": 1, "asked": 1, "dead": 0}
-    empty = await run_verb(queue_server, "dead", "list")
-    assert (empty.returncode, empty.stdout, "no dead" in empty.stderr) == (0, "", True)
+    empty = await run_verb(queue_server, "list", "--state", "dead")
+    assert (empty.returncode, empty.stdout, "none" in empty.stderr) == (0, "", True)
 
 
 async def test_number_selects_a_dead_request_by_entry_before_id(queue_server: Server) -> None:
@@ -484,12 +491,26 @@ async def test_number_selects_a_dead_request_by_entry_before_id(queue_server: Se
         )
     one = await run_verb_for_json(queue_server, "dead", "purge", str(first.entry_id), "--yes")
     assert one == {"purged": 1, "asked": 1, "dead": 2}
-    left = [each["id"] for each in await run_verb_for_json(queue_server, "dead", "list")]
+    left = [each["id"] for each in await run_verb_for_json(queue_server, "list", "--state", "dead")]
     assert left == [str(first.entry_id), "77777"]
     for name in (*left, "9" * 5_000):
         purged = await run_verb(queue_server, "dead", "purge", name, "--yes")
         assert ("1 forgotten" in purged.stdout) == (name in left)
         assert (f"not among the dead: {name}" in purged.stderr) == (name not in left)
+
+
+async def test_unreadable_dead_request_is_named_by_its_number(queue_server: Server) -> None:
+    with queue_server.client() as client:
+        client.zadd(NAMES.queue, {b"no json": LATER})
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        (lease,) = await claim_leases(queue)
+        await queue.move_to_dead_letters([DeadLetter(Settlement(lease, b"", ""), "it cannot be read")])
+    number = str(lease.entry_id)
+    row = (await run_verb(queue_server, "list", "--state", "dead")).stdout.splitlines()[1]
+    assert row.startswith(f"(unreadable: {number})")
+    (shown,) = (await run_verb_for_json(queue_server, "describe", number, "--full"))["requests"]
+    assert (shown["member"], shown["reason"]) == ("no json", "it cannot be read")
+    assert "1 forgotten" in (await run_verb(queue_server, "dead", "purge", number, "--yes")).stdout
 
 
 @pytest.mark.parametrize("act", ["purge", "requeue"])
@@ -538,7 +559,6 @@ async def test_attempts_of_a_dead_request_include_the_last_one(queue_server: Ser
         (page,) = await queue.list_newest_dead(9)
     assert page.failed_attempts == tries
     assert f"after {tries} attempt" in page.reason
-    assert (await run_verb_for_json(queue_server, "dead", "show", "r-1"))["failed_attempts"] == tries
     assert (await run_verb_for_json(queue_server, "describe", "r-1"))["requests"][0][
         "failed_attempts"
     ] == tries
@@ -633,10 +653,10 @@ async def test_key_that_is_no_list_contains_no_results(queue_server: Server) -> 
     with queue_server.client() as client:
         client.set("celery", "x")
     for options in ((), ("--take",), ("--json",)):
-        done = await run_verb(queue_server, "results", "--list", "celery", *options)
+        done = await run_verb(queue_server, "result", "--list", "celery", *options)
         assert (done.returncode, done.stdout) == (1, "")
-        assert "celery is no list: no results lie there" in done.stderr
-    empty = await run_verb(queue_server, "results", "--list", "nothing")
+        assert "celery is no result list" in done.stderr
+    empty = await run_verb(queue_server, "result", "--list", "nothing")
     assert (empty.returncode, empty.stderr) == (0, "nothing is empty\n")
 
 
@@ -741,7 +761,7 @@ async def test_gate_of_the_dispatcher_is_shown_if_one_answers(queue_server: Serv
     ):
         await submit_requests(queue, "r-1", results=NAMES.result_list_for_id("r-1"))
         port = answering.port or 0
-        for verb_ in (("describe", "r-1"), ("peek",)):
+        for verb_ in (("describe", "r-1"), ("list", "--next")):
             found = await ask(*verb_, port=port)
             assert "the gate: Nothing is sent: gateway-unreachable, no connection." in found.stdout
         wait_output = await ask("result", "r-1", "--wait", "2.1s", port=port)
@@ -749,14 +769,14 @@ async def test_gate_of_the_dispatcher_is_shown_if_one_answers(queue_server: Serv
             "waiting: Nothing is sent: gateway-unreachable, no connection.\n"
         )
         document |= {"open": True, "reason": "full", "explanation": "16 in flight fill the limit."}
-        found = await ask("peek", port=port)
+        found = await ask("list", "--next", port=port)
         assert "the gate: full: 16 in flight fill the limit." in found.stdout
         document["queue"] = "another"
-        found = await ask("peek", port=port)
+        found = await ask("list", "--next", port=port)
         assert "the gate: the dispatcher that answers works on another queue, another" in found.stdout
         found = await ask("describe", "r-1", port=1)
         assert "no dispatcher answers: nothing listens on admin.port 1" in found.stdout
-        elsewhere = await ask("submit", "{}", "--endpoint", "/v2/x", port=1)
+        elsewhere = await ask("submit", "{}", "--path", "/v2/x", port=1)
         assert (elsewhere.returncode, "gateway.allowed_paths" in elsewhere.stderr) == (2, True)
 
 
@@ -786,10 +806,10 @@ async def test_partial_answer_is_printed_with_its_error(queue_server: Server) ->
     async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await submit_requests(queue, "late", "long")
         late, long = await claim_leases(queue)
-        ended = encode_failure(
-            "late", ErrorCode.DEADLINE_EXCEEDED, "", body=partial, token="token-of-late", is_partial=True
-        )
-        answered = encode_answer("long", 200, b"{}", token="token-of-long", slices=5, cached_tokens=700)
+        failure = encode_failure("late", ErrorCode.DEADLINE_EXCEEDED, "", token="token-of-late")
+        ended = add_partial_answer(failure, partial)
+        fields = {"slices": 5, "cached_tokens": 700}
+        answered = encode_answer("long", 200, b"{}", fields, token="token-of-long")
         await queue.settle(
             [
                 Settlement(late, ended, "", "late", "token-of-late"),
@@ -916,32 +936,5 @@ async def test_started_request_is_listed_before_others_of_its_priority(queue_ser
         listed = (await run_verb(queue_server, "list", "--state", "pending")).stdout
         assert "was started, waits for its next slice" in listed
         assert listed.index("r-1") < listed.index("r-0")
-        peeked = (await run_verb(queue_server, "peek")).stdout
+        peeked = (await run_verb(queue_server, "list", "--next")).stdout
         assert peeked.index("r-1") < peeked.index("r-0")
-
-
-async def test_request_that_waits_for_its_model_is_shown_with_the_model(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
-        await submit_requests(queue, "r-1")
-        (lease,) = await claim_leases(queue, 1)
-        why = "its model 'qwen' is drained by ann"
-        await queue.release([Release(lease, is_undelivered=True, last_attempt=why, missing_model="qwen")])
-        (shown,) = (await run_verb_for_json(queue_server, "describe", "r-1"))["requests"]
-        assert (shown["state"], shown["missing_model"], shown["last_attempt"]) == (
-            "waiting-for-model",
-            "qwen",
-            why,
-        )
-        assert shown["why"].startswith(f"it waits, because {why}; the gate: "), (
-            "the model is served but drained"
-        )
-        wait_output = await run_verb(queue_server, "result", "r-1", "--wait", "2100ms")
-        assert wait_output.stderr.splitlines()[0] == f"waiting: {why}"
-        listed = (await run_verb(queue_server, "list", "--state", "pending")).stdout
-        assert "waiting-for-model" in listed
-        assert "waits for its model 'qwen'" in listed
-        assert "r-1" not in (await run_verb(queue_server, "peek")).stdout, "it cannot be claimed"
-        assert "cancelled" in (await run_verb(queue_server, "cancel", "r-1")).stdout
-        assert (await queue.sweep()).cancelled_count == 1
-        (shown,) = (await run_verb_for_json(queue_server, "describe", "r-1"))["requests"]
-        assert (shown["state"], shown["missing_model"]) == ("returned", None)

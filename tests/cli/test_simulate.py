@@ -17,8 +17,10 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from dispatcher.lab.simulation.scenario_file import ScenarioFile, load_scenario
 from dispatcher.lab.standin.trace import BUNDLED
 from tests.fork_server import run_cli
+from tests.paths import DOCS
 from tests.signals.fakes import serving
 from tests.support import wait_until_sync
 
@@ -105,15 +107,17 @@ def test_busiest_part_of_a_long_trace_is_played(tmp_path: Path) -> None:
     assert played["scenario"]["seconds"] == 900
     assert "1800 s" in played["trace"]
     assert (played["scenario"]["time_step_s"], played["scenario"]["requests_per_job"]) == (0.0, 1)
-    whole = simulate("--trace", trace, "--slots", "200", "--policy", "none", "--json", "--all")
+    whole = simulate("--trace", trace, "--slots", "200", "--policy", "none", "--json", "--set", "whole=true")
     setting = json.loads(whole.stdout)["scenario"]
     assert (setting["seconds"], setting["time_step_s"], setting["requests_per_job"]) == (59 * 60, 0.2, 2)
     assert whole.stderr.startswith("59 min are played in steps of 0.2 s, "), "no other output"
-    assert "with 2 batch requests going as one (--time-step 0 --requests-per-job 1: " in whole.stderr
+    assert (
+        "with 2 batch requests going as one (--set time_step_s=0 --set requests_per_job=1: " in whole.stderr
+    )
     assert whole.stderr.count("\n") == 1
     exact = simulate(
-        "--trace", trace, "--slots", "200", "--policy", "none", "--json", "--all", "--time-step", "0",
-        "--requests-per-job", "1",
+        "--trace", trace, "--slots", "200", "--policy", "none", "--json", "--set", "whole=true",
+        "--set", "time_step_s=0", "--set", "requests_per_job=1",
     )  # fmt: skip
     setting = json.loads(exact.stdout)["scenario"]
     assert (setting["time_step_s"], setting["requests_per_job"]) == (0.0, 1)
@@ -132,12 +136,23 @@ async def test_running_requests_are_read_from_prometheus(tmp_path: Path) -> None
 
     token = tmp_path / "token"
     token.write_text("secret\n")
+    scenario = tmp_path / "scenario.yaml"
+    scenario.write_text("token_file: token\n")  # relative to the file
     async with serving(answer) as port:
         url = f"http://127.0.0.1:{port}"
         done = await asyncio.to_thread(
-            simulate, "--prometheus", url, "--last", "2h", "--token-file", token, "--policy", "none", "--json"
+            simulate,
+            "--prometheus",
+            url,
+            "--last",
+            "2h",
+            "--scenario",
+            scenario,
+            "--policy",
+            "none",
+            "--json",
         )
-        nothing = await asyncio.to_thread(simulate, "--prometheus", url, "--query", "sum(other)")
+        nothing = await asyncio.to_thread(simulate, "--prometheus", url, "--set", "query=sum(other)")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["scenario"]["seconds"] == 165
     first, second, _ = asked
@@ -158,7 +173,10 @@ def test_errors_of_simulate_are_json_with_json_output() -> None:
 
 def test_ctrl_c_ends_all_processes() -> None:
     process = subprocess.Popen(
-        [*COMMAND, "--slots", "512", "--copies", "8", "--sweep", "reserve=0,.1,.2", "--processes", "2"],
+        [
+            *(*COMMAND, "--slots", "512", "--set", "copies=8", "--set", "processes=2"),
+            *("--sweep", "reserve=0,.1,.2"),
+        ],
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=ENVIRON, start_new_session=True,
     )  # fmt: skip
     try:
@@ -174,7 +192,7 @@ def test_ctrl_c_ends_all_processes() -> None:
 
 def test_killed_command_leaves_no_process_behind() -> None:
     process = subprocess.Popen(
-        [*COMMAND, "--slots", "512", "--copies", "8", "--policy", "dispatcher"],
+        [*COMMAND, "--slots", "512", "--set", "copies=8", "--policy", "dispatcher"],
         stdout=subprocess.DEVNULL,
         env=ENVIRON,
     )
@@ -205,8 +223,8 @@ def test_json_contains_every_figure_and_is_reproducible() -> None:
         "60",
         "--policy",
         "dispatcher,none",
-        "--queue-limit",
-        "8",
+        "--set",
+        "queue_limit=8",
         "--json",
         "--seed",
         "3",
@@ -266,7 +284,7 @@ def test_json_and_picture_show_slices_and_whole_requests(tmp_path: Path) -> None
 
 
 def test_evicted_requests_have_a_column() -> None:
-    done = simulate("--seconds", "120", "--batch-tokens", "2000", "--evict")
+    done = simulate("--seconds", "120", "--batch-tokens", "2000", "--set", "evicts=true")
     assert done.returncode == 0, done.stderr
     header, dispatcher, none, *_ = done.stdout.splitlines()
     column = header.index("evicted") - 2
@@ -312,8 +330,8 @@ def test_timeline_is_drawn(tmp_path: Path) -> None:
         "dispatcher,none",
         "--plot",
         tmp_path / "out.png",
-        "--metrics-gap",
-        "20:40",
+        "--set",
+        "gaps=20:40",
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
@@ -324,8 +342,8 @@ def test_timeline_is_drawn(tmp_path: Path) -> None:
         "dispatcher,none",
         "--plot",
         tmp_path / "again.png",
-        "--metrics-gap",
-        "20:40",
+        "--set",
+        "gaps=20:40",
     )
     assert again.returncode == 0
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "out.png").read_bytes()
@@ -392,7 +410,7 @@ def test_missing_matplotlib_names_the_extra_to_install(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--sweep", "slots=1,2"], "cannot be swept; reserve, scrape"),
+        (["--sweep", "slots=1,2"], "cannot be swept; reserve, scrape_s"),
         (["--sweep", "reserve=0,1.5"], "'1.5' is not a number from 0 to 0.99"),
         (["--sweep", "reserve="], "give 1 to 100 values"),
         (["--target", "fast"], "is no target; one is p99 <= 1.2"),
@@ -401,26 +419,29 @@ def test_missing_matplotlib_names_the_extra_to_install(tmp_path: Path) -> None:
         (["--prometheus", "http://127.0.0.1:9", "--trace", "idle"], "give one of them"),
         (["--prometheus", "http://u:secret@127.0.0.1:9"], "--prometheus http://…@127.0.0.1:9: "),
         (["--policy", "best"], "--policy best: no such policy; there are all, all-knowing, dispatcher"),
-        (["--outage", "30"], "two numbers with a colon"),
-        (["--outage", "30:20"], "ends before it starts"),
-        (["--outage", "10:20", "--outage", "15:30"], "overlap"),
-        (["--outage", "-5:20"], "starts at 0"),
-        (["--pods-at", "10:1.5"], "not a number of pods"),
-        (["--slots-at", "10:-1"], "not a number of slots"),
+        (["--set", "outages=30"], "--set: outages: give two numbers with a colon between them"),
+        (["--set", "outages=30:20"], "ends before it starts"),
+        (["--set", "outages=10:20,15:30"], "overlap"),
+        (["--set", "outages=-5:20"], "starts at 0"),
+        (["--set", "pods_at=10:1.5"], "give whole numbers from 0 on instead of 1.5"),
+        (["--set", "slots_at=10:-1"], "give whole numbers from 0 on instead of -1"),
+        (["--set", "deaths=soon"], "give times in seconds"),
+        (["--set", "scrap_s=1"], "--set: scrap_s: unknown key (did you mean scrape_s?)"),
+        (["--set", "detector=epp"], "must be one of utilization, concurrency"),
+        (["--set", "scrape_s"], "is not KEY=VALUE"),
         (["--seconds", "5000"], "the trace is 900 s long"),
-        (["--slots", "0"], "--slots"),
-        (["--requests-per-job", "7"], "more than a tenth of a pod's slots; 6 at the most"),
-        (["--requests-per-job", "2", "--pods", "100"], "1 at the most"),
-        (["--from", "900"], "nothing from 900 s on"),
-        (["--steps", "0:ten"], "is not seconds:level"),
-        (["--steps", "0:1", "--trace", "idle"], "in place of a trace"),
+        (["--slots", "0"], "--slots: must be at least 1, not 0"),
+        (["--set", "requests_per_job=7"], "more than a tenth of a pod's slots; 6 at the most"),
+        (["--set", "requests_per_job=2", "--set", "pods=100"], "1 at the most"),
+        (["--set", "from_s=900"], "nothing from 900 s on"),
+        (["--set", "steps=0:ten"], "is not seconds:level"),
+        (["--set", "steps=0:1", "--trace", "idle"], "trace, steps and prometheus: give one of them"),
         (["--trace", "nowhere.csv"], "nowhere.csv: No such file"),
-        (["--scrap", "1"], "--scrape"),
-        (["--slice", "0"], "--slice"),
-        (["--slice", "250", "--slice-overhead", "-1"], "--slice-overhead"),
-        (["--slice", "250", "--batch-seconds", "1"], "leave out --batch-seconds"),
+        (["--scenario", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+        (["--slice", "0"], "--slice: must be at least 1, not 0"),
+        (["--slice", "250", "--set", "batch_seconds=1"], "leave out batch_seconds"),
         (["--policy", "whole"], "without --slice, dispatcher sends requests whole as well"),
-        (["--revoke"], "give --slice, too"),
+        (["--set", "revokes_slices=true"], "set slice_tokens, too"),
     ],
 )
 def test_wrong_usage_exits_2_and_says_why(arguments: list[str], said: str) -> None:
@@ -428,6 +449,41 @@ def test_wrong_usage_exits_2_and_says_why(arguments: list[str], said: str) -> No
     assert done.returncode == 2
     assert said in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
+
+
+def test_scenario_file_is_played_and_options_override_it(tmp_path: Path) -> None:
+    scenario = tmp_path / "night.yaml"
+    scenario.write_text("slots: 32\nseconds: 30\nslots_at: 10:16, 20:24\ndetector: none\nreserve: 0.5\n")
+    done = simulate(
+        "--scenario", scenario, "--reserve", "0.1", "--set", "lag_s=0.2", "--policy", "none", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    played = json.loads(done.stdout)["scenario"]
+    expected = {"slots": 32, "seconds": 30, "slots_at": [[10, 16], [20, 24]], "detector": "none"}
+    assert played == played | expected | {"reserve": 0.1, "lag_s": 0.2}
+
+
+def test_problems_of_a_scenario_file_have_their_lines(tmp_path: Path) -> None:
+    scenario = tmp_path / "night.yaml"
+    scenario.write_text("slots: many\n\nscrap_s: 5\noutages: 30\n")
+    done = simulate("--scenario", scenario)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "night.yaml: line 1: slots: a whole number is expected",
+        "night.yaml: line 3: scrap_s: unknown key (did you mean scrape_s?)",
+        "night.yaml: line 4: outages: give two numbers with a colon between them, such as 300:360",
+    ]
+
+
+def test_documented_scenario_file_has_all_keys_with_their_defaults(tmp_path: Path) -> None:
+    page = (DOCS / "reference" / "scenario-file.md").read_text()
+    (text,) = re.findall(r"<!-- keys -->\n\n```yaml\n(.*?)```", page, re.DOTALL)
+    documented = tmp_path / "scenario.yaml"
+    documented.write_text(text)
+    assert load_scenario(documented) == ScenarioFile()
+    assert (
+        set(re.findall(r"^(?:# )?([a-z_]+):(?: |$)", text, re.MULTILINE)) >= ScenarioFile.model_fields.keys()
+    )
 
 
 def test_bad_trace_exits_2_and_names_the_line(tmp_path: Path) -> None:
@@ -439,9 +495,7 @@ def test_bad_trace_exits_2_and_names_the_line(tmp_path: Path) -> None:
 
 
 def test_pressure_score_as_only_signal_gives_a_warning() -> None:
-    done = simulate(
-        "--seconds", "30", "--policy", "dispatcher", "--detector", "utilization", "--signals", "saturation"
-    )
+    done = simulate("--seconds", "30", "--policy", "dispatcher", "--set", "signals=saturation")
     assert done.returncode == 0
     assert "pressure score" in done.stderr
 

@@ -9,7 +9,6 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,13 @@ from aiohttp.test_utils import TestServer
 
 from dispatcher.cli import render
 from dispatcher.cli.overview import Overview
-from dispatcher.core.requests.queue_counts import QueueCounts
+from dispatcher.requests.queue_counts import QueueCounts
 from dispatcher.telemetry.status import (
-    BatchingStatus,
     BudgetStatus,
+    FeatureSection,
     GateStatus,
-    MergeTargetStatus,
     ProcessStatus,
     SignalsStatus,
-    SlicedModelStatus,
-    SlicingStatus,
     Status,
 )
 from tests.fork_server import run_cli
@@ -47,14 +43,12 @@ def queue_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def build_status_document(
     queue: str = "batch:{qwen}:requests",
     problems: Sequence[str] = (),
-    merged: Sequence[MergeTargetStatus] = (),
 ) -> dict[str, Any]:
     return Status(
         ProcessStatus("1", "3", "qwen", queue, "one", False, 0.0),
         GateStatus("queue-unreachable", False, "Nothing is sent: no queue.", problems=problems),
         BudgetStatus(0.05),
         SignalsStatus("epp", 1.0),
-        batching=BatchingStatus(merged),
     ).to_dict()
 
 
@@ -152,57 +146,25 @@ async def test_refused_reload_and_dispatcher_of_another_queue_are_shown(
 
 @pytest.mark.parametrize(
     ("dead", "output"),
-    [(0, "0 are dead."), (1, "1 is dead (`batch-dispatcher dead list` says why).")],
+    [(0, "0 are dead."), (1, "1 is dead (`batch-dispatcher list --state dead` says why).")],
 )
 def test_explanation_of_dead_requests_names_the_verb_that_says_why(dead: int, output: str) -> None:
     overview = Overview("q", QueueCounts(pending=0, leased=0, delayed=5, dead=dead))
     assert render.format_explanation(overview).endswith(f"5 wait for a retry, {output}")
 
 
-async def test_merging_of_each_model_is_shown_in_one_line(
-    write_config: Callable[..., Path], queue_server: Server
-) -> None:
-    queue = int(queue_server.url.rsplit(":", 1)[1].split("/")[0])
-    path = "/v1/embeddings"
-    ended = "the answer to a merged call differs from the answers to single calls: item 0: cosine 0.4210"
-    output = [
-        MergeTargetStatus(path, "bge-m3", sentence="up to 16 items a call"),
-        MergeTargetStatus(path, "e5", sentence=f"each request is sent alone: {ended}", off_reason=ended),
-        MergeTargetStatus("/v1/models/a:predict", sentence="whether it pays"),
-        *(MergeTargetStatus(path, f"m-{n}", sentence="s") for n in range(20)),
-    ]
-    async with serve_dispatcher(build_status_document(merged=output)) as port:
-        config = write_config(queue, port)
-        listed, whole = (
-            await run_verb("status", "--config", config),
-            await run_verb("status", "--json", "--config", config),
-        )
-    lines = listed.stdout.splitlines()
-    assert "Batching of bge-m3 at /v1/embeddings: up to 16 items a call." in lines
-    assert "Batching of /v1/models/a:predict: whether it pays." in lines
-    assert "Batching of 14 more: see --json." in lines
-    assert len([line for line in lines if line.startswith("Batching")]) == 9
-    assert json.loads(whole.stdout)["dispatcher"]["batching"] == [asdict(each) for each in output]
+class OtherSection(FeatureSection):
+    def format_lines(self) -> list[str]:
+        return ["A line about it."]
+
+    def explain(self) -> list[str]:
+        return ["A sentence about it."]
 
 
-def test_slices_of_each_model_are_shown_in_one_line() -> None:
-    chat = "/v1/chat/completions"
-    models = [
-        SlicedModelStatus("/v1/completions", "qwen", "token ids", slice_tokens=128, cached_share=0.934),
-        SlicedModelStatus(chat, "qwen", "text"),
-        SlicedModelStatus(chat, "phi", whole_reason="unequal", why="the same generation had another text"),
-        SlicedModelStatus(chat, "", whole_reason="unchecked"),
-        *(SlicedModelStatus(chat, f"m-{n}", "text") for n in range(20)),
-    ]
-    lines = render.format_details(Status(slicing=SlicingStatus(sliced_models=models)))
-    cached = "93% of the prompts from the prefix cache"
-    assert [line for line in lines if line.startswith("Slices")][:4] == [
-        f"Slices of qwen at /v1/completions: continued by token ids, 128 tokens each, {cached}.",
-        f"Slices of qwen at {chat}: continued by text.",
-        f"Slices of phi at {chat}: none, unequal: the same generation had another text.",
-        f"Slices of no model at {chat}: none, unchecked.",
-    ]
-    assert "Slices of 16 more: see --json." in lines
+def test_lines_and_sentences_of_features_are_shown() -> None:
+    status = Status(features=[OtherSection()])
+    assert "A line about it." in render.format_details(status)
+    assert "A sentence about it." in render.format_explanation(Overview(dispatcher=status))
 
 
 async def test_problems_of_the_dispatcher_are_shown_by_status_and_explain(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dispatcher.cli.admin_client import parse_admin_address
 from dispatcher.cli.result import REPEAT_AFTER_S, WaitingSentences
-from dispatcher.settings import AdminSettings
+from dispatcher.settings.model import AdminSettings
 
 REFUSED = "the gateway answered 401: it does not accept our credentials; look at gateway.token_file"
 

@@ -1,55 +1,5 @@
 """An empty Redis for each test, a queue on it, and a fake dispatcher."""
 
-from __future__ import annotations
+from tests.client.fixtures import any_engine, any_redis, fake_dispatcher, one_redis, redis_of_session
 
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
-
-import pytest
-
-from dispatcher.client.files import FilePaths
-from tests.client.fake_dispatcher import NAMES, FakeDispatcher
-from tests.queue.factories import queues
-from tests.queue.servers import ENGINE_PARAMS, Server, server
-
-
-@pytest.fixture(scope="session", params=ENGINE_PARAMS)
-def any_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Run a server. By day there is one engine (`ENGINE_PARAMS`)."""
-    with server(request.param, tmp_path_factory.mktemp(request.param)) as running:
-        yield running
-
-
-@pytest.fixture
-def any_redis(any_engine: Server) -> Server:
-    """Return the running server after deleting all keys."""
-    with any_engine.client() as blocking:
-        blocking.flushall()
-    return any_engine
-
-
-@pytest.fixture(scope="session")
-def _redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with server("redis", tmp_path_factory.mktemp("redis")) as running:
-        yield running
-
-
-@pytest.fixture
-def one_redis(_redis: Server) -> Server:
-    """Return an empty Redis, for tests that do not depend on the engine."""
-    with _redis.client() as blocking:
-        blocking.flushall()
-    return _redis
-
-
-@pytest.fixture
-async def fake_dispatcher(one_redis: Server) -> AsyncIterator[FakeDispatcher]:
-    """Yield a fake dispatcher on that Redis."""
-    async with queues(one_redis.url, "a", names=NAMES) as (queue,):
-        yield FakeDispatcher(queue)
-
-
-@pytest.fixture
-def paths(tmp_path: Path) -> FilePaths:
-    """Return the files that a run of a batch file reads and writes."""
-    return FilePaths(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+__all__ = ["any_engine", "any_redis", "fake_dispatcher", "one_redis", "redis_of_session"]

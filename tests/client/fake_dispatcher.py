@@ -9,10 +9,11 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import TypeVar
 
-from dispatcher.core.requests.request import Request, parse_member
-from dispatcher.core.requests.result import ErrorCode, encode_answer, encode_failure
-from dispatcher.ports import ClaimResult, QueueUnavailableError, Settlement
+from dispatcher.queue.contract import ClaimResult, Settlement
 from dispatcher.queue.keys import QueueNames
+from dispatcher.requests.request import Request, parse_member
+from dispatcher.requests.result import ErrorCode, encode_answer, encode_failure
+from dispatcher.requests.submission import QueueUnavailableError
 from tests.queue.factories import OwnerAndAdmin, permit
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""The Python examples of docs/how-to/python.md and of the README run unchanged."""
+"""The Python examples of the page on the client and of the README run unchanged."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from dispatcher.client import BatchClient
-from dispatcher.core.requests.request import Request
-from dispatcher.core.requests.result import encode_answer
+from dispatcher.requests.request import Request
+from dispatcher.requests.result import encode_answer
 from tests.client.fake_dispatcher import POOL, FakeDispatcher
 from tests.paths import DOCS, ROOT
 from tests.queue.servers import Server
@@ -31,7 +31,8 @@ def completion(request: Request) -> bytes:
 
 def test_page_has_examples() -> None:
     assert len(BLOCKS) >= 8
-    assert len(re.findall(r"^```", PAGE, re.MULTILINE)) == 2 * len(BLOCKS), "all examples are in Python"
+    fences = re.findall(r"^```", PAGE, re.MULTILINE)
+    assert len(fences) == 2 * len(BLOCKS), "all examples are in Python"
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,10 @@ def test_client_needs_only_redis_and_msgspec() -> None:
     )
     packages = {name.split(".")[1] for name in loaded.splitlines()[-1].split()}
     assert not any(name.startswith("dispatcher.batched") for name in loaded.split()), "loaded only on use"
-    assert packages == {"client", "core", "queue", "telemetry"}, "no part of the dispatcher itself"
+    allowed = {"client", "common", "features", "queue", "requests", "telemetry"}
+    assert packages == allowed, "no part of the dispatcher itself"
+    loaded_on_use = {"batch_files", "named_streams", "sequences.client"}
+    assert not {f"dispatcher.features.{name}" for name in loaded_on_use} & set(loaded.split())
 
 
 def test_worker_process_modules_are_not_loaded_by_the_import() -> None:

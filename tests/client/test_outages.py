@@ -48,6 +48,34 @@ async def test_waiting_calls_get_their_results_after_redis_is_back(persistent_re
         assert client.connection_error is None
 
 
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "CLUSTERDOWN The cluster is down",
+        "CLUSTERDOWN Hash slot not served",
+        "TRYAGAIN Multiple keys request during rehashing of slot",
+        "MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.",
+        "UNBLOCKED force unblock from blocking operation, instance state changed (master -> replica?)",
+    ],
+)
+async def test_reply_of_a_server_that_is_being_replaced_is_waited_out(one_redis: Server, reply: str) -> None:
+    async with (
+        queues(one_redis.url, "a", names=NAMES) as (queue,),
+        relay(one_redis) as relayed,
+        BatchClient(relayed.url, pool=POOL) as client,
+    ):
+        fake_dispatcher = FakeDispatcher(queue)
+        async with fake_dispatcher.answer_continuously():
+            await client.submit({}, id="warm")
+            relayed.says = f"-{reply}\r\n".encode()
+            submission = asyncio.create_task(client.submit({}, id="r"))
+            await wait_until(lambda: client.connection_error is not None, what="the client to notice")
+            assert reply.partition(" ")[2] in str(client.connection_error)
+            assert not submission.done()
+            relayed.says = None
+            assert (await submission).status == 200
+
+
 async def test_queue_without_a_dispatcher_is_logged_once(
     one_redis: Server, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.client.files import FileOptions
-from dispatcher.client.files.options import build_line_reader
 from dispatcher.client.item import Item, build_submission, encode_mapping
-from dispatcher.core.requests.request import Request, parse_member
+from dispatcher.features.batch_files.options import FileOptions, build_line_reader
+from dispatcher.requests.request import Request, parse_member
 
 
 def encode_payload(body: Any) -> bytes:

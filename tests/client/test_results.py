@@ -23,9 +23,9 @@ from dispatcher.client import (
     RequestFailedError,
     TokenUsage,
 )
-from dispatcher.core.requests.request import Request
-from dispatcher.core.requests.result import ErrorCode, encode_answer, encode_failure
 from dispatcher.lab.standin.live import Config, LiveWorld
+from dispatcher.requests.request import Request
+from dispatcher.requests.result import ErrorCode, add_partial_answer, encode_answer, encode_failure
 from tests.client.fake_dispatcher import NAMES, POOL, FakeDispatcher, fail_with
 from tests.queue.factories import queues
 from tests.queue.key_checks import assert_only_known_keys
@@ -182,7 +182,7 @@ async def test_result_of_a_sliced_request_has_the_number_of_its_slices(
     fake_dispatcher: FakeDispatcher, producer: BatchClient
 ) -> None:
     def answer_in_slices(request: Request) -> bytes:
-        return encode_answer(request.id, 200, b"{}", token=request.token, slices=5, cached_tokens=700)
+        return encode_answer(request.id, 200, b"{}", {"slices": 5, "cached_tokens": 700}, token=request.token)
 
     async with fake_dispatcher.answer_continuously(answer_in_slices):
         sliced = await producer.submit({})
@@ -207,7 +207,7 @@ async def test_partial_answer_is_a_failure_with_the_text_so_far(
     def end_early(request: Request) -> bytes:
         body = json.dumps(answer).encode()
         code = ErrorCode.DEADLINE_EXCEEDED
-        return encode_failure(request.id, code, "too late", body=body, token=request.token, is_partial=True)
+        return add_partial_answer(encode_failure(request.id, code, "too late", token=request.token), body)
 
     async with fake_dispatcher.answer_continuously(end_early):
         result = await producer.submit({})

@@ -31,8 +31,9 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 POOLS = "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools"
 OLD_POOLS = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{}/inferencepools"
 REWRITES = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{}/inferencemodelrewrites"
+OBJECTIVES = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{}/inferenceobjectives"
 UNSERVED_GROUP = "llm-d.ai"
-"""Second API group of rewrites, which this control plane does not serve."""
+"""Second API group of rewrites and objectives, which this control plane does not serve."""
 ROLES = "/apis/rbac.authorization.k8s.io/v1/namespaces/{}/roles"
 PICKER, OTHER_PICKER = "192.0.2.10", "192.0.2.11"
 RELEASE = "night-batch-dispatcher"
@@ -45,16 +46,18 @@ START_TIMEOUT_S = 180.0
 
 
 def make_values(pool: str = "qwen", **more_values: Any) -> dict[str, Any]:
-    return {"pool": {"name": pool}, "gateway": {"url": f"http://{PICKER}"}} | more_values
+    image = {"registry": "registry.example", "tag": "1"}
+    return {"pool": {"name": pool}, "gateway": {"url": f"http://{PICKER}"}, "image": image} | more_values
 
 
 ALL_OBJECTS = make_values(
     replicas=2,
     networkPolicy={"enabled": True},
-    inferenceObjective={"create": True, "apiVersion": "inference.networking.x-k8s.io/v1alpha2"},
+    inferenceObjective={"create": True},
     checkHook={"enabled": True},
 )
-"""Values that create every hook and every object that needs no operator."""
+"""Values that create every hook and every object that needs no operator. The control plane serves the
+InferenceObjective only in the group of the Inference Extension, which the chart finds out."""
 
 
 def pods_path(namespace: str) -> str:
@@ -94,6 +97,8 @@ def test_release_runs_in_a_namespace_that_enforces_the_restricted_standard(
     assert "violate" not in output, "the API server must not warn of pods that it would reject"
     assert len(list_release_pods(plane, namespace)) == 2
     assert len(list_release_pods(plane, namespace, "valkey")) == 1
+    (objective,) = plane.list_objects(OBJECTIVES.format(namespace))
+    assert (objective["metadata"]["name"], objective["spec"]["priority"]) == (RELEASE, -10)
     helm("test", "night", "--namespace", namespace)
     assert components_run == ["check", "test"]
     assert list_warnings(plane, namespace) == []
@@ -147,6 +152,39 @@ def test_reloadable_setting_restarts_no_pod_and_other_settings_replace_the_pods(
         "the queue's server is never restarted"
     )
     assert list_warnings(plane, namespace) == []
+
+
+def test_strategy_recreate_stops_all_pods_before_it_starts_new_ones(plane: ControlPlane, helm: Helm) -> None:
+    """The values keep the defaults of a rolling update, which the API server rejects with this strategy."""
+    namespace = plane.create_namespace("recreated")
+    deployment = f"/apis/apps/v1/namespaces/{namespace}/deployments/{RELEASE}"
+
+    def read_strategy() -> Object:
+        return dict(plane.request("GET", deployment)["spec"]["strategy"])
+
+    recreate = make_values(replicas=2, strategy={"type": "Recreate"})
+    helm.install("night", namespace, recreate)
+    assert read_strategy() == {"type": "Recreate"}
+    helm.upgrade("night", namespace, make_values(replicas=2))
+    assert read_strategy() == {
+        "type": "RollingUpdate",
+        "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
+    }
+    first_uids = get_uids(list_release_pods(plane, namespace))
+    start = plane.get_resource_version(pods_path(namespace))
+    helm.upgrade("night", namespace, {**recreate, "config": {"queue": {"name": "other"}}})
+    assert read_strategy() == {"type": "Recreate"}
+    plane.apply(pods_path(namespace), make_model_server("marker"))
+    stopped: set[str] = set()
+    started: set[str] = set()
+    for change, pod in plane.watch_changes(start, pods_path(namespace), "marker"):
+        uid = pod["metadata"]["uid"]
+        if change == "DELETED":
+            stopped.add(uid)
+        elif change == "ADDED":
+            assert stopped == first_uids
+            started.add(uid)
+    assert started == get_uids(list_release_pods(plane, namespace))
 
 
 def test_node_drain_evicts_one_replica_at_a_time(plane: ControlPlane, helm: Helm, node: Kubelet) -> None:
@@ -598,6 +636,7 @@ def test_upgrade_reaches_the_running_dispatcher_and_helm_returns_the_result_of_i
     verb, _, status = commands_run[-1]
     assert verb == "submit"
     assert status != 0
+    assert list_release_pods(cluster.plane, namespace, "test") == [], "an uninstall would leave it"
 
 
 def check_used_rights(plane: ControlPlane, namespace: str) -> None:

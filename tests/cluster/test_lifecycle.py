@@ -11,13 +11,18 @@ import yaml
 
 from tests.cluster.conftest import Helm
 from tests.cluster.control_plane import ControlPlane, Object
+from tests.cluster.kubelet import Kubelet
 from tests.deploy.release import CHART
 from tests.support import wait_until_sync
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 NAME = "night-batch-dispatcher"
-BASE_VALUES: dict[str, Any] = {"pool": {"name": "qwen"}, "gateway": {"url": "http://gateway"}}
+BASE_VALUES: dict[str, Any] = {
+    "pool": {"name": "qwen"},
+    "gateway": {"url": "http://gateway"},
+    "image": {"registry": "registry.example", "tag": "1"},
+}
 MORE_OBJECTS: dict[str, Any] = {**BASE_VALUES, "replicas": 2, "networkPolicy": {"enabled": True}}
 INVALID_OBJECT: dict[str, Any] = {
     "extraObjects": [{"apiVersion": "v1", "kind": "Service", "metadata": {"name": "zz"}, "spec": {}}]
@@ -165,6 +170,33 @@ def test_failed_upgrades_leave_no_objects_if_each_is_rolled_back(
     with suppress(pytest.fail.Exception):
         wait_until_sync(lambda: find_remaining() == expected, 60, every_s=0.5)
     assert find_remaining() == expected
+
+
+def test_failed_check_leaves_no_objects(plane: ControlPlane, helm: Helm, node: Kubelet) -> None:
+    """An uninstall deletes no hooks, so each failed hook must be deleted when it fails."""
+    namespace = plane.create_namespace("unchecked")
+    before = plane.list_all_objects().keys()
+    components_run: list[str] = []
+
+    def fail(pod: Object) -> int:
+        components_run.append(pod["metadata"]["labels"]["app.kubernetes.io/component"])
+        return 1
+
+    node.run_to_completion = fail
+    values = {**BASE_VALUES, "checkHook": {"enabled": True}, "valkey": {"persistence": {"keep": False}}}
+    options = ("--namespace", namespace, "--timeout", "20s")  # The Job itself would retry for minutes.
+    done = helm.run_unchecked("install", "night", str(CHART), *options, values=values)
+    assert done.returncode == 1
+    assert "failed post-install" in done.stderr
+    assert set(components_run) == {"check"}
+    helm.uninstall("night", namespace)
+
+    def find_remaining() -> set[str]:
+        return set(plane.list_all_objects().keys() - before)
+
+    with suppress(pytest.fail.Exception):
+        wait_until_sync(lambda: not find_remaining(), 60, every_s=0.5)
+    assert find_remaining() == set()
 
 
 def test_release_without_the_prometheus_operator_reports_omitted_monitors(

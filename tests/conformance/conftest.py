@@ -7,8 +7,25 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from dispatcher.queue.lua_files import ALL_FEATURES
 from tests.conformance.worlds import MemoryWorld, RedisWorld, World
-from tests.queue.servers import ENGINE_PARAMS, Server, server
+from tests.queue.servers import DAILY_ENGINE, ENGINE_PARAMS, Server, server
+
+NO_FEATURES = "no-features"
+PLAIN_MODULES = {
+    "test_dead_and_overdue",
+    "test_leases",
+    "test_lookups",
+    "test_order",
+    "test_owners",
+    "test_queue_contract",
+    "test_shared_state",
+    "test_snapshot",
+    "test_two_queues",
+    "test_units",
+    "test_wake_ups",
+}
+"""Modules whose tests need no feature, except for those with the mark `features`."""
 
 
 @pytest.fixture(scope="session")
@@ -24,15 +41,25 @@ def _servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ser
         yield Started()
 
 
-@pytest.fixture(params=["memory", *ENGINE_PARAMS])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run the tests of plain requests also on the scripts without features."""
+    if "world" in metafunc.fixturenames:
+        is_plain = metafunc.module.__name__.rpartition(".")[2] in PLAIN_MODULES
+        has_features = metafunc.definition.get_closest_marker("features") is not None
+        plain = [NO_FEATURES] if is_plain and not has_features else []
+        metafunc.parametrize("world", ["memory", *ENGINE_PARAMS, *plain], indirect=True)
+
+
+@pytest.fixture
 async def world(request: pytest.FixtureRequest, _servers: dict[str, Server]) -> AsyncIterator[World]:
     """An empty queue of each kind."""
     if request.param == "memory":
         yield MemoryWorld()
         return
-    running = _servers[request.param]
+    has_features = request.param != NO_FEATURES
+    running = _servers[request.param if has_features else DAILY_ENGINE]
     with running.client() as client:
         client.flushall()
-    found = RedisWorld(running)
+    found = RedisWorld(running, features=ALL_FEATURES if has_features else ())
     yield found
     await found.close()

@@ -7,16 +7,24 @@ from typing import Any
 
 import msgspec
 
-from dispatcher.core.models.names import parse_model
-from dispatcher.core.requests.request import Request, parse_member
-from dispatcher.core.sequences.decisions import SequenceTerms, TurnDecision, TurnEnd, TurnGranted, TurnWaits
-from dispatcher.core.sequences.turns import SequenceSnapshot, Turn
-from dispatcher.ports import Lease, Queue, Settlement, SettleStatus
-from tests.conformance.worlds import NOW, World, answer, claim
+from dispatcher.features.sequences.decisions import (
+    SequenceTerms,
+    TurnDecision,
+    TurnGranted,
+    TurnWaits,
+)
+from dispatcher.features.sequences.queue import open_sequences
+from dispatcher.features.sequences.queue.steps import decode_granted_turn
+from dispatcher.features.sequences.queue.turn_end import TurnEnd
+from dispatcher.features.sequences.turns import SequenceSnapshot, Turn
+from dispatcher.queue.contract import EndAndClaimResult, Lease, Queue, Settlement, SettleStatus
+from dispatcher.requests.model_names import parse_model
+from dispatcher.requests.request import Request, parse_member
+from tests.conformance.worlds import NOW, World, answer, claim, sequences
 
 TERMS = SequenceTerms(max_idle_s=1000, max_age_s=5000, gap_s=500)
 NO_LEASE = Lease(0, "", b"", 0, 0, 0, 0, 0)
-LATER = NOW + 3600
+LATER = NOW + 360_000
 
 
 def get_turn(lease: Lease, terms: SequenceTerms = TERMS) -> Turn:
@@ -28,6 +36,11 @@ def get_turn(lease: Lease, terms: SequenceTerms = TERMS) -> Turn:
     return msgspec.structs.replace(request.sequence, override=override)
 
 
+def get_granted_turns(reply: EndAndClaimResult) -> list[TurnGranted]:
+    """Return the turns that were granted in the step that ended other requests."""
+    return [decode_granted_turn(*each) for each in reply.extras]
+
+
 def get_request_id(lease: Lease) -> str:
     request = parse_member(lease.member)
     assert isinstance(request, Request)
@@ -37,7 +50,9 @@ def get_request_id(lease: Lease) -> str:
 async def claim_turns_of(
     queue: Queue, leases: Sequence[Lease], terms: SequenceTerms = TERMS
 ) -> Sequence[TurnDecision]:
-    return (await queue.claim_turns([(lease, get_turn(lease, terms)) for lease in leases], terms)).decisions
+    return (
+        await sequences(queue).claim_turns([(lease, get_turn(lease, terms)) for lease in leases], terms)
+    ).decisions
 
 
 async def claim_and_take_turns(
@@ -68,7 +83,7 @@ async def finish_request(queue: Queue, lease: Lease, **left: Any) -> None:
     result = msgspec.json.encode(
         {"id": get_request_id(lease), "code": "failed" if end.has_failed else "done"}
     )
-    assert await queue.settle([answer(lease, result).copy_with(turn_end=end)]) == [SettleStatus.DONE]
+    assert await queue.settle([answer(lease, result).copy_with(extra=end)]) == [SettleStatus.DONE]
 
 
 async def fail_request(queue: Queue, lease: Lease) -> None:
@@ -78,7 +93,7 @@ async def fail_request(queue: Queue, lease: Lease) -> None:
 async def answer_remaining_requests(queue: Queue) -> dict[str, str]:
     """Answer the requests that need no lease. Return the code of each by its id."""
     reply = {}
-    while found := await queue.find_remaining_requests(2):
+    while found := await sequences(queue).find_remaining_requests(2):
         items = []
         for one in found:
             request = parse_member(one.request.member)
@@ -91,6 +106,6 @@ async def answer_remaining_requests(queue: Queue) -> dict[str, str]:
 
 
 async def get_snapshot(world: World, name: str = "s") -> SequenceSnapshot:
-    found = await world.queue_admin.get_sequence(name)
+    found = await open_sequences(world.queue_admin).get_sequence(name)
     assert found is not None
     return found

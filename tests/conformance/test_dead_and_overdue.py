@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from dispatcher.core.requests.found_request import RequestLocation
-from dispatcher.core.requests.oversize import cut_member
-from dispatcher.core.requests.request import Rejection, parse_member
-from dispatcher.core.requests.result import decode_result
-from dispatcher.ports import DeadLetter, Lease, Release, Settlement, SettleStatus, UnleasedRequest
+from dispatcher.queue.contract import DeadLetter, Lease, Release, Settlement, SettleStatus, UnleasedRequest
+from dispatcher.requests.found_request import RequestLocation
+from dispatcher.requests.oversize import cut_member
+from dispatcher.requests.request import Rejection, parse_member
+from dispatcher.requests.result import decode_result
 from tests.conformance.worlds import NOW, World, answer, claim, member, permit
 from tests.support import wait_until
 
@@ -90,7 +90,7 @@ async def test_member_that_is_too_long_is_leased_cut_to_its_beginning(world: Wor
     """The search for overdue requests skips it as well."""
     too_long = member("r-1", deadline=NOW - 5, payload={"prompt": "x" * (17 << 20)})
     await world.zadd(NOW - 5, too_long)
-    await world.zadd(NOW + 3600, member("r-2"))
+    await world.zadd(NOW + 360_000, member("r-2"))
     owner = world.owner()
     assert not [found for _ in range(3) for found in await owner.find_overdue(4)]
     [first], [second] = await claim(owner), await claim(owner)
@@ -136,12 +136,12 @@ async def test_requeued_request_is_a_new_request_with_a_new_deadline_and_the_old
     owner = world.owner()
     [lease] = await claim(owner)
     await owner.move_to_dead_letters([DeadLetter(answer(lease, b'{"id":"r-1"}'), "why")])
-    assert await world.queue_admin.requeue_dead([lease.entry_id, 4711], NOW + 500) == 1
+    assert await world.queue_admin.requeue_dead([lease.entry_id, 4711], NOW + 50_000) == 1
     assert (await owner.count_requests()).dead == 0
     [again] = await claim(owner)
-    assert again.score == 3 * BAND + NOW + 500
+    assert again.score == 3 * BAND + NOW + 50_000
     data = json.loads(again.member)["data"]
-    assert (data["id"], data["deadline"], data["payload"]) == ("r-1", NOW + 500, {"a": [1.5]})
+    assert (data["id"], data["deadline"], data["payload"]) == ("r-1", NOW + 50_000, {"a": [1.5]})
     assert (again.deliveries, again.failed_attempts, again.deaths_as_suspect) == (1, 0, 0)
     assert again.entry_id != lease.entry_id
 
@@ -151,7 +151,7 @@ async def test_unreadable_dead_request_cannot_be_requeued(world: World) -> None:
     owner = world.owner()
     [lease] = await claim(owner)
     await owner.move_to_dead_letters([DeadLetter(answer(lease, b""), "not JSON")])
-    assert await world.queue_admin.requeue_dead([lease.entry_id], NOW + 500) == 0
+    assert await world.queue_admin.requeue_dead([lease.entry_id], NOW + 50_000) == 0
     assert (await owner.count_requests()).dead == 1
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dispatcher.ports import Lease, Permit, Release, Settlement, SettleStatus
+from dispatcher.queue.contract import Lease, Permit, Release, Settlement, SettleStatus
 from tests.conformance.worlds import (
     LEASE_S,
     NOW,

@@ -6,15 +6,18 @@ from collections.abc import Sequence
 
 import pytest
 
-from dispatcher.core.requests.found_request import FoundRequest, LookupPage, RequestLocation, encode_spellings
-from dispatcher.core.requests.request import encode_member
-from dispatcher.core.sequences.decisions import SequenceTerms
-from dispatcher.core.sequences.turns import Turn
-from dispatcher.ports import DeadLetter, QueueAdmin, Release, Submission
-from tests.conformance.worlds import NOW, RESULTS, World, answer, claim, member
+from dispatcher.features.models.queue.waiting import ModelWait
+from dispatcher.features.sequences.decisions import SequenceTerms
+from dispatcher.features.sequences.turns import Turn
+from dispatcher.queue.admin_contract import QueueAdmin
+from dispatcher.queue.contract import DeadLetter, Release
+from dispatcher.requests.found_request import FoundRequest, LookupPage, RequestLocation, encode_spellings
+from dispatcher.requests.request import encode_member
+from dispatcher.requests.submission import Submission
+from tests.conformance.worlds import NOW, RESULTS, World, answer, claim, member, sequences
 
 W = RequestLocation
-LATER = NOW + 3600
+LATER = NOW + 360_000
 
 
 async def read_all_pages(read_page: object) -> Sequence[FoundRequest]:
@@ -58,20 +61,21 @@ async def submit_to_every_location(world: World) -> dict[RequestLocation, str]:
         *(W.WAITING_FOR_MODEL, W.STARTED),
     )
     for at, state in enumerate(order):
-        await world.queue_admin.submit([submission(names[state], NOW + 1000 + at)])
+        await world.queue_admin.submit([submission(names[state], NOW + 100_000 + at)])
     for _ in range(2):
         (suspect,) = await claim(owner, 1)
         await world.lose_leases(owner, suspect)
     suspect, dead, delayed, returned, leased, second, awaiting, started = await claim(owner)
-    await owner.claim_turns([(leased, Turn("s")), (second, Turn("s"))], SequenceTerms())
+    await sequences(owner).claim_turns([(leased, Turn("s")), (second, Turn("s"))], SequenceTerms())
     await owner.move_to_dead_letters([DeadLetter(answer(dead), "it broke")])
     await owner.release([Release(suspect), Release(delayed, 100.0, is_failed_attempt=True, is_refusal=True)])
-    await owner.release([Release(returned), Release(awaiting, missing_model="absent")])
+    await owner.release([Release(returned), Release(awaiting, extra=ModelWait("absent"))])
     await owner.release([Release(started, progress=b"part 1")])
     await world.queue_admin.submit([submission(names[W.PENDING])])
     return names
 
 
+@pytest.mark.features
 async def test_each_request_is_listed_at_its_location_with_its_state(world: World) -> None:
     names = await submit_to_every_location(world)
     for state, name in names.items():
@@ -94,6 +98,7 @@ async def test_each_request_is_listed_at_its_location_with_its_state(world: Worl
     assert min(each.entry for each in (suspect, delayed, leased, dead)) > 0
 
 
+@pytest.mark.features
 async def test_requests_of_our_client_and_leased_requests_are_found_by_id(world: World) -> None:
     await submit_to_every_location(world)
     await world.queue_admin.submit([submission("mine", 3 * 10**11 + LATER)])
@@ -169,6 +174,7 @@ async def test_results_are_read_oldest_first_and_taken_one_by_one(world: World) 
     assert await world.queue_admin.read_results("batch-results:no-list", 9) == []
 
 
+@pytest.mark.features
 async def test_restored_request_keeps_its_location_and_is_restored_once(world: World) -> None:
     names = await submit_to_every_location(world)
     (second,) = await list_ids(world, W.SEQUENCED)

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dispatcher.client.item import Item, TokenGenerator, build_submission
-from dispatcher.core.requests.score import compute_score, decode_deadline
-from dispatcher.ports import Release, Submission
+from dispatcher.queue.contract import Release
+from dispatcher.requests.score import compute_score, decode_deadline
+from dispatcher.requests.submission import Submission
 from tests.conformance.worlds import MemoryWorld, World, claim
 
 

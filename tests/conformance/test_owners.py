@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dispatcher.core.requests.lanes import Lane
-from dispatcher.ports import Permit, Release, SettleStatus
+from dispatcher.queue.contract import Permit, Release, SettleStatus
+from dispatcher.requests.lanes import Lane
 from tests.conformance.worlds import (
     LEASE_S,
     OWNER_TIMEOUT_S,

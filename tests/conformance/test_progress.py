@@ -6,12 +6,17 @@ import math
 
 import pytest
 
-from dispatcher.core.requests.found_request import RequestLocation
-from dispatcher.core.requests.lanes import Lane
-from dispatcher.core.sequences.decisions import SequenceTerms, TurnEnd, TurnGranted
-from dispatcher.core.sequences.turns import OnError, Turn
-from dispatcher.ports import MAX_PROGRESS_BYTES, DeadLetter, Lease, Queue, Release, SettleStatus
-from tests.conformance.worlds import NOW, World, answer, claim, claim_fully, member, permit
+from dispatcher.features.models.queue.waiting import ModelWait
+from dispatcher.features.sequences.decisions import (
+    SequenceTerms,
+    TurnGranted,
+)
+from dispatcher.features.sequences.queue.turn_end import TurnEnd
+from dispatcher.features.sequences.turns import OnError, Turn
+from dispatcher.queue.contract import MAX_PROGRESS_BYTES, DeadLetter, Lease, Queue, Release, SettleStatus
+from dispatcher.requests.found_request import RequestLocation
+from dispatcher.requests.lanes import Lane
+from tests.conformance.worlds import NOW, World, answer, claim, claim_fully, member, models, permit, sequences
 
 PRIORITY = 10**11
 TERMS = SequenceTerms()
@@ -20,7 +25,7 @@ DONE = [SettleStatus.DONE]
 
 
 async def start_request(
-    world: World, queue: Queue, score: float = NOW + 1000, progress: bytes = b"part 1", name: str = "r-1"
+    world: World, queue: Queue, score: float = NOW + 100_000, progress: bytes = b"part 1", name: str = "r-1"
 ) -> Lease:
     """Submit a request, claim it, and release it with progress. Return the lease that has ended."""
     await world.zadd(score, member(name))
@@ -77,7 +82,7 @@ async def test_too_long_progress_is_not_stored(world: World) -> None:
 
 async def test_attempts_count_for_each_slice(world: World) -> None:
     queue = world.owner()
-    await world.zadd(NOW + 1000, member())
+    await world.zadd(NOW + 100_000, member())
     for _ in range(2):
         (lease,) = await claim(queue)
         await queue.release([Release(lease, is_failed_attempt=True, is_refusal=True, last_attempt="reset")])
@@ -95,14 +100,14 @@ async def test_attempts_count_for_each_slice(world: World) -> None:
 
 async def test_started_requests_go_before_all_others_of_their_priority(world: World) -> None:
     queue = world.owner()
-    for priority, deadline in ((0, NOW + 3000), (1, NOW + 3000), (1, NOW + 2000)):
+    for priority, deadline in ((0, NOW + 300_000), (1, NOW + 300_000), (1, NOW + 200_000)):
         await start_request(
             world, queue, priority * PRIORITY + deadline, name=f"started-{priority}-{deadline}"
         )
     others = [0.0, 5.0, NOW + 1.0, 1.0 * PRIORITY, PRIORITY + NOW + 1.0, 2.0 * PRIORITY]
     for score in others:
         await world.zadd(score, member(f"other-{score}"))
-    started = [NOW + 3000.0, PRIORITY + NOW + 2000.0, PRIORITY + NOW + 3000.0]
+    started = [NOW + 300_000.0, PRIORITY + NOW + 200_000.0, PRIORITY + NOW + 300_000.0]
     order = [started[0], *others[:3], *started[1:], *others[3:]]
     assert [score for score, _ in await world.queue_admin.peek_next(100)] == order
     ahead = {}
@@ -131,7 +136,7 @@ async def test_claim_takes_no_more_started_requests_than_it_may(world: World) ->
     queue = world.owner()
     for number in range(3):
         await start_request(world, queue, NOW + number + 10.0, name=f"r-{number}")
-    await world.zadd(NOW + 1000, member("other"))
+    await world.zadd(NOW + 100_000, member("other"))
     none = await claim_fully(queue, started=0)
     assert ([lease.lane for lease in none.leases], none.claimable_count) == ([None], 0)
     some = await claim_fully(queue, started=2)
@@ -181,7 +186,7 @@ async def test_suspect_keeps_its_progress_and_its_lane(world: World) -> None:
 
 async def test_delayed_request_keeps_its_progress(world: World) -> None:
     queue = world.owner()
-    await world.zadd(NOW + 1000, member())
+    await world.zadd(NOW + 100_000, member())
     (lease,) = await claim(queue)
     await queue.release([Release(lease, delay_s=0.01, progress=b"part 1")])
     assert await claim(queue) == []
@@ -193,15 +198,15 @@ async def test_delayed_request_keeps_its_progress(world: World) -> None:
 
 async def test_request_that_waits_for_its_model_keeps_its_progress(world: World) -> None:
     queue = world.owner()
-    await world.zadd(NOW + 1000, member())
+    await world.zadd(NOW + 100_000, member())
     (lease,) = await claim(queue)
-    await queue.release([Release(lease, missing_model="a", progress=b"part 1")])
+    await queue.release([Release(lease, extra=ModelWait("a"), progress=b"part 1")])
     assert (await claim(queue), await list_started(world)) == ([], [])
-    await queue.return_waiting_for_models(["a"])
+    await models(queue).return_waiting_for_models(["a"])
     (lease,) = await claim(queue)
     assert (lease.progress, lease.lane) == (b"part 1", Lane.STARTED)
-    await queue.release([Release(lease, missing_model="a")])
-    await queue.return_waiting_for_models(["a"])
+    await queue.release([Release(lease, extra=ModelWait("a"))])
+    await models(queue).return_waiting_for_models(["a"])
     (lease,) = await claim(queue)
     assert lease.progress == b"part 1"
     await queue.release([Release(lease, progress=b"")])
@@ -211,7 +216,7 @@ async def test_request_that_waits_for_its_model_keeps_its_progress(world: World)
 
 async def test_units_of_a_started_request_are_remembered(world: World) -> None:
     queue = world.owner()
-    await world.zadd(NOW + 1000, member())
+    await world.zadd(NOW + 100_000, member())
     (lease,) = await claim(queue)
     await queue.set_lease_units([(lease, 3)], permit())
     await queue.release([Release(lease, progress=b"part 1")])
@@ -226,15 +231,15 @@ async def test_units_of_a_started_request_are_remembered(world: World) -> None:
 async def test_next_request_of_a_sequence_keeps_turn_and_progress(world: World) -> None:
     queue = world.owner()
     for number in range(2):
-        await world.zadd(NOW + 1000 + number, member(f"r-{number}"))
+        await world.zadd(NOW + 100_000 + number, member(f"r-{number}"))
     turns = [(lease, Turn("s")) for lease in await claim(queue)]
-    await queue.claim_turns(turns, TERMS)
+    await sequences(queue).claim_turns(turns, TERMS)
     await queue.release([Release(turns[0][0], progress=b"part 1")])
     (again,) = await claim(queue)
     assert (again.entry_id, again.progress) == (turns[0][0].entry_id, b"part 1")
-    (decision,) = (await queue.claim_turns([(again, Turn("s"))], TERMS)).decisions
+    (decision,) = (await sequences(queue).claim_turns([(again, Turn("s"))], TERMS)).decisions
     assert decision == TurnGranted(0, "", b"", True)
-    await queue.settle([answer(again, turn_end=TurnEnd(Turn("s")))])
+    await queue.settle([answer(again, extra=TurnEnd(Turn("s")))])
     (second,) = await claim(queue)
     assert (second.entry_id, second.progress) == (turns[1][0].entry_id, b"")
 
@@ -245,10 +250,12 @@ async def test_request_with_progress_that_waits_for_its_turn_is_claimed_by_a_cla
     second = await start_request(world, queue, name="second")
     await world.zadd(NOW + 10, member("first"))
     first, again = sorted(await claim(queue), key=lambda lease: lease.entry_id == second.entry_id)
-    decisions = (await queue.claim_turns([(first, Turn("s")), (again, Turn("s"))], TERMS)).decisions
+    decisions = (
+        await sequences(queue).claim_turns([(first, Turn("s")), (again, Turn("s"))], TERMS)
+    ).decisions
     assert isinstance(decisions[0], TurnGranted)
     assert (await claim(queue), await list_started(world)) == ([], [])
-    end = answer(first, turn_end=TurnEnd(Turn("s")))
+    end = answer(first, extra=TurnEnd(Turn("s")))
     ended = await queue.settle_and_claim_next([end], "nonce-next", permit())
     assert ended.claim_result is not None
     assert (list(ended.statuses), list(ended.claim_result.leases)) == (DONE, [])
@@ -261,9 +268,9 @@ async def test_started_request_goes_before_the_next_request_of_a_sequence(world:
     for number in range(2):
         await world.zadd(NOW + 10 + number, member(f"r-{number}"))
     turns = [(lease, Turn("s")) for lease in await claim(queue)]
-    await queue.claim_turns(turns, TERMS)
-    started = await start_request(world, queue, NOW + 1000)
-    end = answer(turns[0][0], turn_end=TurnEnd(Turn("s")))
+    await sequences(queue).claim_turns(turns, TERMS)
+    started = await start_request(world, queue, NOW + 100_000)
+    end = answer(turns[0][0], extra=TurnEnd(Turn("s")))
     ended = await queue.settle_and_claim_next([end], "nonce-next", permit())
     assert ended.claim_result is not None
     assert list(ended.claim_result.leases) == []
@@ -287,26 +294,26 @@ async def test_remaining_requests_of_a_sequence_are_found_with_their_progress(wo
     await world.zadd(NOW + 10, member("first"))
     first, again = sorted(await claim(queue), key=lambda lease: lease.entry_id == second.entry_id)
     turn = Turn("s", on_error=OnError.ABORT)
-    await queue.claim_turns([(first, turn), (again, turn)], TERMS)
-    await queue.settle([answer(first, turn_end=TurnEnd(turn, has_failed=True))])
-    (remaining,) = await queue.find_remaining_requests(9)
+    await sequences(queue).claim_turns([(first, turn), (again, turn)], TERMS)
+    await queue.settle([answer(first, extra=TurnEnd(turn, has_failed=True))])
+    (remaining,) = await sequences(queue).find_remaining_requests(9)
     assert (remaining.request.member, remaining.request.progress) == (member("second"), b"part 1")
     assert await queue.settle_unleased([(remaining.request, answer(UNLEASED, b"aborted"))]) == 1
-    assert await queue.find_remaining_requests(9) == []
+    assert await sequences(queue).find_remaining_requests(9) == []
 
 
 async def test_dead_request_keeps_its_progress_when_it_is_accepted_again(world: World) -> None:
     queue = world.owner()
-    lease = await start_request(world, queue, 3 * PRIORITY + NOW + 1000)
+    lease = await start_request(world, queue, 3 * PRIORITY + NOW + 100_000)
     (again,) = await claim(queue)
     await queue.move_to_dead_letters([DeadLetter(answer(again), "why", is_failed_attempt=True)])
     assert await list_started(world) == []
-    assert await world.queue_admin.requeue_dead([lease.entry_id], NOW + 2000) == 1
-    assert await world.queue_admin.requeue_dead([lease.entry_id], NOW + 2000) == 0
+    assert await world.queue_admin.requeue_dead([lease.entry_id], NOW + 200_000) == 1
+    assert await world.queue_admin.requeue_dead([lease.entry_id], NOW + 200_000) == 0
     assert list(await world.queue_admin.list_dead(9)) == []
     (new,) = await claim(queue)
     assert new.entry_id > again.entry_id
-    assert (new.score, new.progress, new.lane) == (3 * PRIORITY + NOW + 2000, b"part 1", Lane.STARTED)
+    assert (new.score, new.progress, new.lane) == (3 * PRIORITY + NOW + 200_000, b"part 1", Lane.STARTED)
     assert (new.deliveries, new.failed_attempts) == (1, 0)
     assert await queue.settle([answer(new)]) == DONE
 
@@ -328,7 +335,7 @@ async def test_progress_is_deleted_with_its_request(world: World, end: str) -> N
     if end == "purge":
         await world.queue_admin.purge_dead()
     elif end == "requeue":
-        await world.queue_admin.requeue_dead([lease.entry_id], NOW + 2000)
+        await world.queue_admin.requeue_dead([lease.entry_id], NOW + 200_000)
         await queue.settle([answer(lease) for lease in await claim(queue)])
     assert await world.count_progress() == 0
     counts = await queue.count_requests()
@@ -414,7 +421,7 @@ async def test_started_request_is_claimed_again_with_its_release(world: World) -
 
 async def test_first_slice_is_claimed_again_like_later_ones(world: World) -> None:
     queue = world.owner()
-    await world.zadd(NOW + 1000, member())
+    await world.zadd(NOW + 100_000, member())
     (lease,) = await claim(queue)
     _, (again,) = await release_and_claim(queue, Release(lease, progress=b"part 1"))
     assert (again.progress, again.failed_attempts) == (b"part 1", 0)
@@ -436,12 +443,12 @@ async def test_request_before_a_started_one_keeps_it_from_being_claimed_again(
     world: World, other: str
 ) -> None:
     queue = world.owner()
-    await start_request(world, queue, PRIORITY + NOW + 1000)
+    await start_request(world, queue, PRIORITY + NOW + 100_000)
     (lease,) = await claim(queue)
     if other == "started":
-        await start_request(world, queue, NOW + 2000, name="other")
+        await start_request(world, queue, NOW + 200_000, name="other")
     else:
-        await world.zadd(NOW + 2000, member("other"))
+        await world.zadd(NOW + 200_000, member("other"))
     if other == "suspect":
         for _ in range(2):
             (suspect,) = await claim(queue)
@@ -450,14 +457,14 @@ async def test_request_before_a_started_one_keeps_it_from_being_claimed_again(
     assert reply.claim_result is not None
     assert (list(reply.statuses), list(reply.claim_result.leases)) == (DONE, [])
     assert reply.claim_result.claimable_count == (1 if other == "suspect" else 2)
-    assert [each.score for each in await claim(queue)] == [NOW + 2000, lease.score]
+    assert [each.score for each in await claim(queue)] == [NOW + 200_000, lease.score]
 
 
 async def test_request_behind_a_started_one_does_not_keep_it_from_being_claimed_again(world: World) -> None:
     queue = world.owner()
-    await start_request(world, queue, NOW + 1000)
+    await start_request(world, queue, NOW + 100_000)
     (lease,) = await claim(queue)
-    await start_request(world, queue, NOW + 2000, name="started, later deadline")
+    await start_request(world, queue, NOW + 200_000, name="started, later deadline")
     await world.zadd(NOW - 1000, member("earlier deadline, not started"))
     reply = await queue.release_and_claim_again([Release(lease, progress=b"part 2")], "again", permit())
     assert reply.claim_result is not None
@@ -497,7 +504,7 @@ async def test_request_is_not_claimed_again_if_a_claim_would_not_lease_it(world:
         lease,
         progress=None if reason == "no progress" else b"part 2",
         delay_s=1000.0 if reason == "delayed" else 0.0,
-        missing_model="a" if reason == "waits for its model" else "",
+        extra=ModelWait("a") if reason == "waits for its model" else None,
     )
     if reason == "paused":
         await world.queue_admin.pause("me", "why")
@@ -550,19 +557,19 @@ async def test_suspect_is_not_claimed_again_with_its_release(world: World) -> No
 async def test_turn_stays_with_a_request_that_is_claimed_again(world: World) -> None:
     queue = world.owner()
     for number in range(2):
-        await world.zadd(NOW + 1000 + number, member(f"r-{number}"))
+        await world.zadd(NOW + 100_000 + number, member(f"r-{number}"))
     turns = [(lease, Turn("s")) for lease in await claim(queue)]
-    await queue.claim_turns(turns, TERMS)
+    await sequences(queue).claim_turns(turns, TERMS)
     _, (again,) = await release_and_claim(queue, Release(turns[0][0], progress=b"part 1"))
-    (decision,) = (await queue.claim_turns([(again, Turn("s"))], TERMS)).decisions
+    (decision,) = (await sequences(queue).claim_turns([(again, Turn("s"))], TERMS)).decisions
     assert decision == TurnGranted(0, "", b"", True)
-    await queue.settle([answer(again, turn_end=TurnEnd(Turn("s")))])
+    await queue.settle([answer(again, extra=TurnEnd(Turn("s")))])
     assert [lease.entry_id for lease in await claim(queue)] == [turns[1][0].entry_id]
 
 
 async def test_two_owners_take_slices_of_one_request_in_turn(world: World) -> None:
     owners = [world.owner(f"owner-{number}") for number in range(2)]
-    await world.zadd(NOW + 1000, member())
+    await world.zadd(NOW + 100_000, member())
     progress = b""
     for number in range(6):
         (lease,) = await claim(owners[number % 2])

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from dispatcher.core.requests.request import Request, parse_member
-from dispatcher.core.requests.result import decode_result
-from dispatcher.core.requests.submission import QueueFullError
-from dispatcher.ports import DeadLetter, QueueUnavailableError, Release, SettleStatus, Submission
+from dispatcher.queue.contract import DeadLetter, Release, SettleStatus
+from dispatcher.requests.request import Request, parse_member
+from dispatcher.requests.result import decode_result
+from dispatcher.requests.submission import QueueFullError, QueueUnavailableError, Submission
 from tests.conformance.worlds import NOW, QUEUE, RESULTS, World, answer, claim, claim_fully, member
 
 NASTY = {
@@ -269,7 +269,7 @@ async def test_hand_written_request_gets_the_documented_result(world: World) -> 
 
 
 def submissions(count: int, first: int = 0) -> list[Submission]:
-    return [Submission(member(f"s-{at}"), NOW + 600) for at in range(first, first + count)]
+    return [Submission(member(f"s-{at}"), NOW + 60_000) for at in range(first, first + count)]
 
 
 async def test_submission_beyond_max_pending_is_rejected_as_a_whole(world: World) -> None:
@@ -292,7 +292,7 @@ async def test_zadd_is_not_limited_by_max_pending(world: World) -> None:
     owner = world.owner(max_pending=1)
     await owner.sweep()
     for at in range(3):
-        await world.zadd(NOW + 600, member(f"r-{at}"))
+        await world.zadd(NOW + 60_000, member(f"r-{at}"))
     assert len(await claim(owner)) == 3
     assert await world.queue_admin.submit(submissions(1)) == 1
 

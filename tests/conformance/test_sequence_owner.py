@@ -9,10 +9,16 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.requests.result import ErrorCode
-from dispatcher.core.sequences.decisions import TurnEnd, TurnGranted, TurnRejected, TurnWaits
-from dispatcher.core.sequences.turns import SequenceStatus
-from dispatcher.ports import Queue, SettleStatus
+from dispatcher.features.sequences.decisions import (
+    TurnGranted,
+    TurnRejected,
+    TurnWaits,
+)
+from dispatcher.features.sequences.queue import open_sequences
+from dispatcher.features.sequences.queue.turn_end import TurnEnd
+from dispatcher.features.sequences.turns import SequenceStatus
+from dispatcher.queue.contract import Queue, SettleStatus
+from dispatcher.requests.result import ErrorCode
 from tests.conformance.sequence_steps import (
     LATER,
     TERMS,
@@ -101,7 +107,7 @@ async def test_other_producers_learn_nothing_of_an_ended_sequence_and_do_not_ext
         assert (await claim_and_take_turns(queue))[1] == {name: DENIED}
     await world.age_sequences(2)
     await queue.sweep()
-    assert await world.queue_admin.get_sequence("s") is None
+    assert await open_sequences(world.queue_admin).get_sequence("s") is None
 
 
 async def test_unleased_end_of_another_producers_request_does_not_change_the_sequence(world: World) -> None:
@@ -113,7 +119,7 @@ async def test_unleased_end_of_another_producers_request_does_not_change_the_seq
     await submit_request_of(world, make_request_of("theirs", index=1, on_error="abort", secret=OTHER))
     (lease,) = await claim(queue)
     end = TurnEnd(get_turn(lease), has_failed=True, cause="cancelled")
-    assert await queue.settle([answer(lease).copy_with(turn_end=end)]) == [SettleStatus.DONE]
+    assert await queue.settle([answer(lease).copy_with(extra=end)]) == [SettleStatus.DONE]
     assert await get_snapshot(world) == before
 
 
@@ -184,8 +190,8 @@ async def test_cancel_covers_earlier_requests_and_later_ones_run(world: World, c
     queue = world.owner()
     await submit_request_of(world, *(make_request_of(f"r-{n}", index=n, created=NOW - 60) for n in range(4)))
     running = await claim_before_cancel(queue, claimed)
-    await submit_request_of(world, make_request_of("later", index=0, created=NOW + 3000))
-    assert await world.queue_admin.cancel_sequence("s") is bool(claimed)
+    await submit_request_of(world, make_request_of("later", index=0, created=NOW + 300_000))
+    assert await open_sequences(world.queue_admin).cancel_sequence("s") is bool(claimed)
     ended = dict.fromkeys(running, "CANCELLED")  # by its token
     for lease in running.values():
         await finish_request(queue, lease, has_failed=True, cause="CANCELLED: cancelled")
@@ -204,12 +210,12 @@ async def test_request_that_ends_unleased_after_a_cancel_does_not_change_the_seq
     await submit_request_of(world, make_request_of("other", of="other"))
     await claim_next_turn(queue)
     await submit_request_of(world, *(make_request_of(f"r-{n}", index=n, created=NOW - 60) for n in range(4)))
-    await world.queue_admin.cancel_sequence("s")
+    await open_sequences(world.queue_admin).cancel_sequence("s")
     for lease in await claim(queue):
         end = TurnEnd(get_turn(lease), has_failed=True, cause="CANCELLED: cancelled")
-        await queue.settle([answer(lease).copy_with(turn_end=end)])
-    assert await world.queue_admin.get_sequence("s") is None
-    await submit_request_of(world, make_request_of("later", index=0, created=NOW + 3000))
+        await queue.settle([answer(lease).copy_with(extra=end)])
+    assert await open_sequences(world.queue_admin).get_sequence("s") is None
+    await submit_request_of(world, make_request_of("later", index=0, created=NOW + 300_000))
     assert (await claim_and_take_turns(queue))[1] == {"later": TurnGranted(0, "", b"", is_first=True)}
 
 
@@ -217,8 +223,8 @@ async def test_cancel_with_a_time_applies_until_then_and_an_earlier_one_revokes_
     world: World,
 ) -> None:
     queue = world.owner()
-    await world.queue_admin.cancel_sequence("s", NOW - 100.5)
-    await world.queue_admin.cancel_sequence("s", NOW - 200)
+    await open_sequences(world.queue_admin).cancel_sequence("s", NOW - 100.5)
+    await open_sequences(world.queue_admin).cancel_sequence("s", NOW - 200)
     await submit_request_of(
         world, make_request_of("before", created=NOW - 101), make_request_of("after", created=NOW - 100)
     )
@@ -230,16 +236,16 @@ async def test_undated_request_is_cancelled_until_the_sequence_is_forgotten(
     world: World,
 ) -> None:
     queue = world.owner()
-    await world.queue_admin.cancel_sequence("s")
+    await open_sequences(world.queue_admin).cancel_sequence("s")
     await submit_request_of(world, make_request_of("undated"), make_request_of("before", created=NOW - 60))
     assert (await claim_and_take_turns(queue))[1] == {"undated": UNDATED, "before": CANCELLED}
-    assert await world.queue_admin.forget_sequence("s") is True
+    assert await open_sequences(world.queue_admin).forget_sequence("s") is True
     await submit_request_of(
         world, make_request_of("before again", created=NOW - 60), make_request_of("undated again")
     )
     _, decisions = await claim_and_take_turns(queue)
     assert decisions == {"before again": CANCELLED, "undated again": TurnGranted(0, "", b"", is_first=True)}
-    await world.queue_admin.cancel_sequence("s")
+    await open_sequences(world.queue_admin).cancel_sequence("s")
     await submit_request_of(world, make_request_of("third"))
     assert (await claim_and_take_turns(queue))[1] == {"third": UNDATED}, "another cancel applies again"
 
@@ -248,7 +254,7 @@ async def test_other_producers_do_not_learn_of_a_cancel(world: World) -> None:
     queue = world.owner()
     await submit_request_of(world, make_request_of("runs", secret=SECRET, created=NOW - 60))
     await claim_next_turn(queue)
-    await world.queue_admin.cancel_sequence("s")
+    await open_sequences(world.queue_admin).cancel_sequence("s")
     await submit_request_of(world, make_request_of("theirs", secret=OTHER, created=NOW - 60))
     assert (await claim_and_take_turns(queue))[1] == {"theirs": DENIED}
 
@@ -260,8 +266,8 @@ async def test_cancel_before_the_first_claim_ends_a_sequence_if_later_requests_a
     await submit_request_of(world, make_request_of("other", of="other"))
     await claim_and_take_turns(queue, terms)
     await submit_request_of(world, make_request_of("before", created=NOW - 60))
-    assert not await world.queue_admin.cancel_sequence("s")
-    await submit_request_of(world, make_request_of("later", created=NOW + 3000))
+    assert not await open_sequences(world.queue_admin).cancel_sequence("s")
+    await submit_request_of(world, make_request_of("later", created=NOW + 300_000))
     _, decisions = await claim_and_take_turns(queue, terms)
     ended = TurnRejected(ErrorCode.SEQUENCE_ENDED, "the sequence was cancelled")
     assert decisions == {"before": CANCELLED, "later": ended}
@@ -274,24 +280,24 @@ async def test_sequence_can_be_aborted_before_its_first_claim(world: World, othe
         await submit_request_of(world, make_request_of("other", of="other"))
         await claim_and_take_turns(queue)
     await submit_request_of(world, make_request_of("r-0", index=0), make_request_of("r-1", index=1))
-    assert await world.queue_admin.abort_sequence("s", "wrong model")
-    assert not await world.queue_admin.abort_sequence("s", "wrong model")
+    assert await open_sequences(world.queue_admin).abort_sequence("s", "wrong model")
+    assert not await open_sequences(world.queue_admin).abort_sequence("s", "wrong model")
     await queue.sweep()
     found = await get_snapshot(world)
     assert (found.status, found.cause) == (SequenceStatus.ABORTED, "wrong model")
     aborted = TurnRejected(ErrorCode.SEQUENCE_ABORTED, "wrong model")
     assert (await claim_and_take_turns(queue))[1] == {"r-0": aborted, "r-1": aborted}
     assert (await queue.count_requests()).sequence_counters.aborted == 1
-    assert await world.queue_admin.forget_sequence("s")
+    assert await open_sequences(world.queue_admin).forget_sequence("s")
     await submit_request_of(world, make_request_of("anew", index=0))
     assert isinstance((await claim_and_take_turns(queue))[1]["anew"], TurnGranted)
 
 
 async def test_sequence_aborted_before_its_first_claim_can_be_forgotten(world: World) -> None:
     queue = world.owner()
-    assert await world.queue_admin.abort_sequence("s", "wrong model")
+    assert await open_sequences(world.queue_admin).abort_sequence("s", "wrong model")
     await submit_request_of(world, make_request_of("other", of="other"), make_request_of("waits", of="other"))
     assert isinstance((await claim_and_take_turns(queue))[1]["waits"], TurnWaits)
     await world.age_sequences(TERMS.max_idle_s + 1)
     await queue.sweep()
-    assert await world.queue_admin.get_sequence("s") is None
+    assert await open_sequences(world.queue_admin).get_sequence("s") is None

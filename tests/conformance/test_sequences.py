@@ -12,20 +12,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from dispatcher.core.requests.found_request import RequestLocation
-from dispatcher.core.requests.request import Request, parse_member
-from dispatcher.core.requests.result import ErrorCode
-from dispatcher.core.sequences.decisions import (
+from dispatcher.features.sequences.decisions import (
     OverrideCounts,
     SequenceCounters,
     SequenceOverride,
-    TurnEnd,
     TurnGranted,
     TurnRejected,
     TurnWaits,
 )
-from dispatcher.core.sequences.turns import OnError, SequenceSnapshot, SequenceStatus, Turn
-from dispatcher.ports import (
+from dispatcher.features.sequences.queue import open_sequences
+from dispatcher.features.sequences.queue.turn_end import TurnEnd
+from dispatcher.features.sequences.turns import OnError, SequenceSnapshot, SequenceStatus, Turn
+from dispatcher.queue.contract import (
     DeadLetter,
     EndAndClaimResult,
     Lease,
@@ -36,6 +34,9 @@ from dispatcher.ports import (
     SettleStatus,
     UnleasedRequest,
 )
+from dispatcher.requests.found_request import RequestLocation
+from dispatcher.requests.request import Request, parse_member
+from dispatcher.requests.result import ErrorCode
 from tests.conformance.sequence_steps import (
     LATER,
     NO_LEASE,
@@ -46,11 +47,12 @@ from tests.conformance.sequence_steps import (
     claim_turns_of,
     fail_request,
     finish_request,
+    get_granted_turns,
     get_request_id,
     get_snapshot,
     get_turn,
 )
-from tests.conformance.worlds import NOW, World, answer, claim, claim_fully, member, permit
+from tests.conformance.worlds import NOW, World, answer, claim, claim_fully, member, permit, sequences
 from tests.support import wait_until
 
 
@@ -121,7 +123,7 @@ async def test_waiting_request_counts_no_delivery_and_no_lease(world: World) -> 
     await submit_turns(world, "r", 0, 1, 2)
     reply = await claim_fully(queue)
     assert reply.lease_counts.live_units == 3
-    lined = await queue.claim_turns([(lease, get_turn(lease)) for lease in reply.leases], TERMS)
+    lined = await sequences(queue).claim_turns([(lease, get_turn(lease)) for lease in reply.leases], TERMS)
     assert lined.lease_counts.live_units == 1
     assert (await queue.count_requests()).pending == 2
     assert (await claim_fully(queue)).claimable_count == 0, "no claim returns them"
@@ -152,7 +154,7 @@ async def settle_and_get_next(
     """Settle these leases, and return the requests that are granted next."""
     ends = [
         answer(one, msgspec.json.encode({"id": get_request_id(one)})).copy_with(
-            turn_end=TurnEnd(get_turn(one), **left)
+            extra=TurnEnd(get_turn(one), **left)
         )
         for one in leases
     ]
@@ -177,8 +179,8 @@ async def test_owner_that_settles_a_request_is_granted_the_next_one(world: World
             reply.claim_result.lease_counts.live_units,
             reply.claim_result.claimable_count,
         ) == (1, 1, 0)
-        assert reply.granted_turns == [TurnGranted(number, "server-3", b"so far", False)]
-        assert await claim_turns_of(queue, [lease]) == reply.granted_turns, (
+        assert get_granted_turns(reply) == [TurnGranted(number, "server-3", b"so far", False)]
+        assert await claim_turns_of(queue, [lease]) == get_granted_turns(reply), (
             "it is asked for no more, but may be"
         )
         assert (await claim_fully(queue)).leases == []
@@ -245,7 +247,7 @@ async def test_claim_with_the_same_nonce_returns_the_granted_requests_again(worl
     again = await queue.claim(5, "its reply is lost", permit(1000))
     assert again.leases == reply.claim_result.leases
     assert again.lease_counts.live_units == 1
-    assert await claim_turns_of(queue, again.leases) == reply.granted_turns
+    assert await claim_turns_of(queue, again.leases) == get_granted_turns(reply)
 
 
 async def test_dead_letter_ends_a_turn_like_any_other_end(world: World) -> None:
@@ -309,7 +311,7 @@ async def test_reclaimed_lease_claims_no_turn(world: World) -> None:
     leases = await claim(first)
     await world.lose_leases(second, *leases)
     assert await claim_turns_of(first, leases) == [TurnWaits()]
-    assert await world.queue_admin.get_sequence("s") is None
+    assert await open_sequences(world.queue_admin).get_sequence("s") is None
     assert get_request_id(await claim_next_turn(second)) == "r-0"
 
 
@@ -342,9 +344,9 @@ async def test_missing_index_is_waited_for_and_then_skipped(world: World) -> Non
     assert (await claim_fully(queue)).leases == []
     assert (await get_snapshot(world)).gap_since is not None
     await world.age_sequences(490)
-    assert (await queue.sweep()).turn_count == 0
+    assert (await queue.sweep()).freed_count == 0
     await world.age_sequences(11)
-    assert (await queue.sweep()).turn_count == 1
+    assert (await queue.sweep()).freed_count == 1
     lease = await claim_next_turn(queue)
     assert get_turn(lease).index == 2
     await submit_turns(world, "late", 1)
@@ -386,12 +388,10 @@ async def test_request_that_ends_before_its_turn_is_not_waited_for(world: World,
     await submit_turns(world, "late", 1, deadline=NOW - 100)
     (late,) = await find_all_overdue(queue, 9)
     end = TurnEnd(Turn("s", 1), has_failed=failed, cause="late-0: too late")
-    assert (
-        await queue.settle_unleased([(late, Settlement(NO_LEASE, b'{"id":"late-0"}', "", turn_end=end))]) == 1
-    )
+    assert await queue.settle_unleased([(late, Settlement(NO_LEASE, b'{"id":"late-0"}', "", extra=end))]) == 1
     await finish_request(queue, running)
     if failed:
-        (barred,) = await queue.find_remaining_requests(9)
+        (barred,) = await sequences(queue).find_remaining_requests(9)
         assert (barred.error_code, barred.message) == (ErrorCode.SEQUENCE_ABORTED, "late-0: too late")
     else:
         assert get_turn(await claim_next_turn(queue)).index == 2
@@ -415,12 +415,8 @@ async def test_waiting_request_past_its_deadline_lets_the_next_one_run(world: Wo
     await claim_turns_of(queue, [leases[name] for name in ("r-0", "gone-0", "then-0")])
     (late,) = await find_all_overdue(queue, 10)
     end = TurnEnd(get_turn(leases["gone-0"]), has_failed=False)
-    assert (
-        await queue.settle_unleased([(late, Settlement(NO_LEASE, b'{"id":"gone-0"}', "", turn_end=end))]) == 1
-    )
-    assert (
-        await queue.settle_unleased([(late, Settlement(NO_LEASE, b'{"id":"gone-0"}', "", turn_end=end))]) == 0
-    )
+    assert await queue.settle_unleased([(late, Settlement(NO_LEASE, b'{"id":"gone-0"}', "", extra=end))]) == 1
+    assert await queue.settle_unleased([(late, Settlement(NO_LEASE, b'{"id":"gone-0"}', "", extra=end))]) == 0
     await finish_request(queue, leases["r-0"])
     assert get_request_id(await claim_next_turn(queue)) == "then-0"
 
@@ -441,7 +437,7 @@ async def test_sequence_ends_with_its_last_request_and_can_begin_again(world: Wo
     assert (await get_snapshot(world)).expected_index == 6
     await submit_turns(world, "end", {"index": 6, "last": True})
     await finish_request(queue, await claim_next_turn(queue))
-    assert await world.queue_admin.get_sequence("s") is None
+    assert await open_sequences(world.queue_admin).get_sequence("s") is None
 
 
 async def test_request_after_the_end_is_rejected_if_configured(world: World) -> None:
@@ -458,7 +454,7 @@ async def test_request_after_the_end_is_rejected_if_configured(world: World) -> 
     assert (await get_snapshot(world)).status is SequenceStatus.ENDED
     await world.age_sequences(2)
     await queue.sweep()
-    assert await world.queue_admin.get_sequence("s") is None
+    assert await open_sequences(world.queue_admin).get_sequence("s") is None
     await submit_turns(world, "new", 0)
     assert get_request_id(await claim_next_turn(queue, terms)) == "new-0"
 
@@ -503,7 +499,7 @@ async def test_idle_sequence_ends_after_exactly_max_idle_s(world: World) -> None
     assert (await get_snapshot(world)).has_token
     await world.age_sequences(11)
     await queue.sweep()
-    assert await world.queue_admin.get_sequence("s") is None
+    assert await open_sequences(world.queue_admin).get_sequence("s") is None
 
 
 async def test_sequence_with_a_running_or_waiting_request_is_not_idle(world: World) -> None:
@@ -541,10 +537,10 @@ async def test_run_without_requests_ends_by_age(world: World) -> None:
     await finish_request(queue, await claim_next_turn(queue, terms))
     await world.age_sequences(4990)
     await queue.sweep()
-    assert await world.queue_admin.get_sequence("s") is not None
+    assert await open_sequences(world.queue_admin).get_sequence("s") is not None
     await world.age_sequences(11)
     await queue.sweep()
-    assert await world.queue_admin.get_sequence("s") is None
+    assert await open_sequences(world.queue_admin).get_sequence("s") is None
 
 
 # Limits.
@@ -600,7 +596,7 @@ async def test_idle_sequence_makes_room_for_a_parked_one(world: World) -> None:
     await submit_turns(world, "b", 0, of="b")
     assert (await claim_and_take_turns(queue, terms))[0] == {}
     await world.age_sequences(1001)
-    assert (await queue.sweep()).turn_count == 1
+    assert (await queue.sweep()).freed_count == 1
     assert get_request_id(await claim_next_turn(queue, terms)) == "b-0"
 
 
@@ -668,7 +664,7 @@ async def test_idle_time_of_an_override_applies_to_its_sequences_only(world: Wor
     for age_s, expected in ((101, {"slow", "other"}), (900, {"slow"}), (1000, set())):
         await world.age_sequences(age_s)
         await queue.sweep()
-        page = await world.queue_admin.list_sequences(10)
+        page = await open_sequences(world.queue_admin).list_sequences(10)
         assert {one.id for one in page.sequences} == expected
 
 
@@ -694,7 +690,7 @@ async def test_sequences_of_a_removed_override_follow_the_general_settings(world
         await submit_turns(world, name, 0, of=name, model="big")
     left, _ = await claim_and_take_turns(queue, replace(TERMS, overrides=(SequenceOverride("big", None, 1),)))
     assert len(left) == 1
-    await queue.claim_turns([], TERMS)
+    await sequences(queue).claim_turns([], TERMS)
     await queue.sweep()
     assert len(await claim(queue)) == 1
 
@@ -725,7 +721,7 @@ async def test_cancelled_parked_sequence_leaves_its_place_to_the_next(world: Wor
             world, name, {"index": 0, "last": True}, of=name, deadline=LATER + at, model="big-1"
         )
     left, _ = await claim_and_take_turns(queue, LIMITED)
-    await world.queue_admin.cancel_sequence("b")
+    await open_sequences(world.queue_admin).cancel_sequence("b")
     await finish_request(queue, left["a-0"])
     assert get_request_id(await claim_next_turn(queue, LIMITED)) == "c-0"
     assert (await queue.count_requests()).sequences.overrides == (OverrideCounts("big-*", 1, 0),)
@@ -739,7 +735,7 @@ async def test_failure_ends_later_requests_with_its_cause(world: World) -> None:
     await submit_turns(world, "r", 0, 1, 2)
     await fail_request(queue, await claim_next_turn(queue))
     assert (await claim_fully(queue)).leases == []
-    (first, _) = await queue.find_remaining_requests(9)
+    (first, _) = await sequences(queue).find_remaining_requests(9)
     assert (first.error_code, first.message) == (ErrorCode.SEQUENCE_ABORTED, "r-0: it broke")
     assert await answer_remaining_requests(queue) == {"r-1": "SEQUENCE_ABORTED", "r-2": "SEQUENCE_ABORTED"}
     await submit_turns(world, "late", 3)
@@ -756,7 +752,7 @@ async def test_dead_letter_ends_a_turn(world: World) -> None:
     await submit_turns(world, "r", {"index": 0, "on_error": "continue"}, 1)
     lease = await claim_next_turn(queue)
     end = TurnEnd(get_turn(lease), has_failed=True, cause="why")
-    await queue.move_to_dead_letters([DeadLetter(answer(lease).copy_with(turn_end=end), "why")])
+    await queue.move_to_dead_letters([DeadLetter(answer(lease).copy_with(extra=end), "why")])
     assert get_request_id(await claim_next_turn(queue)) == "r-1"
     (dead,) = await world.queue_admin.list_dead(9)
     await world.queue_admin.requeue_dead([dead.entry_id], LATER)
@@ -775,12 +771,12 @@ async def test_sequence_is_held_until_an_operator_decides(world: World) -> None:
     await queue.sweep()
     assert (await claim_fully(queue)).leases == []
     assert [one.id for one in await pages(world, SequenceStatus.HELD)] == ["s"]
-    assert await world.queue_admin.release_sequence("s")
-    assert not await world.queue_admin.release_sequence("s")
+    assert await open_sequences(world.queue_admin).release_sequence("s")
+    assert not await open_sequences(world.queue_admin).release_sequence("s")
     lease = await claim_next_turn(queue)
     assert get_request_id(lease) == "r-1"
-    assert await world.queue_admin.abort_sequence("s", "no use")
-    assert not await world.queue_admin.abort_sequence("s", "no use")
+    assert await open_sequences(world.queue_admin).abort_sequence("s", "no use")
+    assert not await open_sequences(world.queue_admin).abort_sequence("s", "no use")
     assert await answer_remaining_requests(queue) == {"r-2": "SEQUENCE_ABORTED"}
     await finish_request(queue, lease)
     assert (await get_snapshot(world)).status is SequenceStatus.ABORTED
@@ -790,7 +786,7 @@ async def pages(world: World, status: SequenceStatus | None = None) -> list[Sequ
     found: list[SequenceSnapshot] = []
     after = ""
     while True:
-        page = await world.queue_admin.list_sequences(1, after, status)
+        page = await open_sequences(world.queue_admin).list_sequences(1, after, status)
         found += page.sequences
         if not page.after:
             return found
@@ -816,23 +812,23 @@ async def test_cancel_ends_all_requests_of_a_sequence(world: World) -> None:
     await world.zadd(1, data)
     await submit_turns(world, "r", 1, {"reset": True}, None)
     lease = await claim_next_turn(queue)
-    assert await world.queue_admin.cancel_sequence("s")
+    assert await open_sequences(world.queue_admin).cancel_sequence("s")
     assert await queue.check_cancelled([("run", "its token")]) == [True]
     assert await answer_remaining_requests(queue) == dict.fromkeys(("r-0", "r-1", "r-2"), "CANCELLED")
-    later = member("after", deadline=LATER, created=NOW + 3000, sequence={"id": "s", "index": 5})
+    later = member("after", deadline=LATER, created=NOW + 300_000, sequence={"id": "s", "index": 5})
     await world.zadd(2, later)
     assert (await claim_and_take_turns(queue))[0] == {}, "the running request has not ended yet"
     await finish_request(queue, lease)
     assert get_request_id(await claim_next_turn(queue)) == "after", "and begins anew"
-    assert not await world.queue_admin.cancel_sequence("nobody")
+    assert not await open_sequences(world.queue_admin).cancel_sequence("nobody")
 
 
 async def test_sequence_without_a_running_request_is_forgotten_when_it_is_cancelled(world: World) -> None:
     queue = world.owner()
     await submit_turns(world, "r", 1, 2)
     await claim_and_take_turns(queue)
-    assert await world.queue_admin.cancel_sequence("s")
-    assert await world.queue_admin.get_sequence("s") is None
+    assert await open_sequences(world.queue_admin).cancel_sequence("s")
+    assert await open_sequences(world.queue_admin).get_sequence("s") is None
     assert set(await answer_remaining_requests(queue)) == {"r-0", "r-1"}
     assert (await queue.count_requests()).pending == 0
 
@@ -841,15 +837,17 @@ async def test_ended_sequence_can_be_forgotten_so_that_its_id_begins_again(world
     queue = world.owner()
     await submit_turns(world, "r", 0, 1)
     first = await claim_next_turn(queue)
-    assert await world.queue_admin.forget_sequence("s") is False, "one runs, and one waits"
-    assert await world.queue_admin.abort_sequence("s", "no use")
-    assert await world.queue_admin.forget_sequence("s") is False, "the running request has not ended"
+    assert await open_sequences(world.queue_admin).forget_sequence("s") is False, "one runs, and one waits"
+    assert await open_sequences(world.queue_admin).abort_sequence("s", "no use")
+    assert await open_sequences(world.queue_admin).forget_sequence("s") is False, (
+        "the running request has not ended"
+    )
     await submit_turns(world, "too late", 2)
     assert isinstance((await claim_and_take_turns(queue))[1]["too late-0"], TurnRejected)
     await finish_request(queue, first)
-    assert await world.queue_admin.forget_sequence("s") is True
-    assert await world.queue_admin.get_sequence("s") is None
-    assert await world.queue_admin.forget_sequence("s") is None
+    assert await open_sequences(world.queue_admin).forget_sequence("s") is True
+    assert await open_sequences(world.queue_admin).get_sequence("s") is None
+    assert await open_sequences(world.queue_admin).forget_sequence("s") is None
     await submit_turns(world, "anew", 0, 1)
     lease = await claim_next_turn(queue)
     assert get_request_id(lease) == "anew-0"
@@ -872,7 +870,7 @@ async def test_sequence_with_a_waiting_request_is_not_forgotten(world: World) ->
     await fail_request(queue, left["r-0"])
     for name, status in (("s", "held"), ("gap", "open"), ("parked", "parked")):
         assert (await get_snapshot(world, name)).status == status
-        assert await world.queue_admin.forget_sequence(name) is False
+        assert await open_sequences(world.queue_admin).forget_sequence(name) is False
 
 
 async def test_forgotten_sequence_makes_room_for_a_parked_one(world: World) -> None:
@@ -884,7 +882,7 @@ async def test_forgotten_sequence_makes_room_for_a_parked_one(world: World) -> N
     await claim_and_take_turns(queue, terms)
     assert (await claim_fully(queue)).leases == []
     await finish_request(queue, lease)
-    assert await world.queue_admin.forget_sequence("a") is True
+    assert await open_sequences(world.queue_admin).forget_sequence("a") is True
     assert get_request_id(await claim_next_turn(queue, terms)) == "b-0"
 
 
@@ -900,7 +898,7 @@ async def test_events_of_sequences_are_counted(world: World) -> None:
     )
     await fail_request(queue, await claim_next_turn(queue))
     assert await counters() == SequenceCounters(held=1, last_held="é")
-    assert await world.queue_admin.release_sequence("é")
+    assert await open_sequences(world.queue_admin).release_sequence("é")
     await queue.sweep()
     assert await counters() == SequenceCounters(held=1, released=1, last_held="é"), (
         "the gap is still waited for"
@@ -913,7 +911,7 @@ async def test_events_of_sequences_are_counted(world: World) -> None:
     for name in ("idle", "aged", "cancelled"):
         await submit_turns(world, name, 0, of=name)
     left, _ = await claim_and_take_turns(queue)
-    assert await world.queue_admin.cancel_sequence("cancelled")
+    assert await open_sequences(world.queue_admin).cancel_sequence("cancelled")
     await finish_request(queue, left["idle-0"])
     await world.age_sequences(TERMS.max_idle_s + 1)
     await queue.sweep()
@@ -932,7 +930,7 @@ async def expire_waiting_request(queue: Queue, name: str, **left: Any) -> None:
             assert request.sequence is not None
             end = TurnEnd(request.sequence, **left)
             result = b'{"id":"%s"}' % name.encode()
-            assert await queue.settle_unleased([(one, Settlement(NO_LEASE, result, "", turn_end=end))]) == 1
+            assert await queue.settle_unleased([(one, Settlement(NO_LEASE, result, "", extra=end))]) == 1
             return
     raise AssertionError(f"{name} is not found")
 
@@ -947,7 +945,7 @@ async def test_held_sequence_does_not_wait_for_a_gap(world: World) -> None:
     await expire_waiting_request(queue, "old-0")
     found = await get_snapshot(world)
     assert (found.gap_since, found.waiting_count) == (None, 1)
-    await world.queue_admin.release_sequence("s")
+    await open_sequences(world.queue_admin).release_sequence("s")
     assert (await get_snapshot(world)).gap_since is not None
     await world.age_sequences(501)
     await queue.sweep()
@@ -959,7 +957,7 @@ async def test_reset_continues_after_the_run_before_it_was_aborted(world: World)
     queue = world.owner()
     await submit_turns(world, "r", {"index": 0, "on_error": "hold"}, 1, {"reset": True})
     await fail_request(queue, await claim_next_turn(queue))
-    assert await world.queue_admin.abort_sequence("s", "no use")
+    assert await open_sequences(world.queue_admin).abort_sequence("s", "no use")
     assert (await get_snapshot(world)).status is SequenceStatus.OPEN
     assert get_request_id(await claim_next_turn(queue)) == "r-2"
     assert await answer_remaining_requests(queue) == {"r-1": "SEQUENCE_ABORTED"}
@@ -969,7 +967,7 @@ async def test_aborted_run_leaves_no_conversation_to_the_next_run(world: World) 
     queue = world.owner()
     await submit_turns(world, "r", {"index": 0, "on_error": "continue"}, {"reset": True}, {"index": 1})
     lease = await claim_next_turn(queue)
-    assert await world.queue_admin.abort_sequence("s", "no use")
+    assert await open_sequences(world.queue_admin).abort_sequence("s", "no use")
     await finish_request(
         queue, lease, has_failed=True, cause="it broke", sticky_token="old", conversation=b"old"
     )
@@ -1030,7 +1028,7 @@ async def test_gap_before_a_passed_index_ends_in_its_time(world: World, failed: 
         found = await get_snapshot(world)
         assert (found.status, found.cause, found.expected_index) == (SequenceStatus.ABORTED, "it broke", 3)
     else:
-        assert await world.queue_admin.get_sequence("s") is None
+        assert await open_sequences(world.queue_admin).get_sequence("s") is None
 
 
 @pytest.mark.parametrize("order", ["first", "second"])
@@ -1049,7 +1047,10 @@ async def test_sequences_due_at_the_same_time_end_alike_in_any_order(world: Worl
     assert (await get_snapshot(world, "second")).status is SequenceStatus.PARKED
     await world.age_sequences(1001)
     await queue.sweep()
-    assert [await world.queue_admin.get_sequence(name) for name in ("first", "second")] == [None, None]
+    assert [await open_sequences(world.queue_admin).get_sequence(name) for name in ("first", "second")] == [
+        None,
+        None,
+    ]
     counters = (await queue.count_requests()).sequence_counters
     assert (counters.idle, counters.aborted) == (2, 0)
 
@@ -1088,7 +1089,7 @@ async def test_times_of_sequences_follow_a_clock_that_steps_back(world: World) -
     turns = 0
     for _ in range(2):  # a time in the future counts as the time of the check
         await world.age_sequences(600)
-        turns += (await queue.sweep()).turn_count
+        turns += (await queue.sweep()).freed_count
     assert turns == 1
 
 
@@ -1174,7 +1175,7 @@ class SequenceHistory:
         failed = self.dice.random() < 0.2
         result = b'{"id":"%s"}' % get_request_id(lease).encode()
         end = TurnEnd(get_turn(lease), has_failed=failed, cause="why")
-        settlement = answer(lease, result).copy_with(turn_end=end)
+        settlement = answer(lease, result).copy_with(extra=end)
         if self.dice.random() < 0.5:
             reply = await queue.settle_and_claim_next([settlement], f"handing-{lease.token}", permit())
             (decisions,) = reply.statuses
@@ -1184,7 +1185,7 @@ class SequenceHistory:
         if decisions is SettleStatus.DONE:
             assert self.going.pop(get_turn(lease).id) == get_request_id(lease)
         for next_one, verdict in zip(
-            reply.claim_result.leases if reply.claim_result else (), reply.granted_turns, strict=True
+            reply.claim_result.leases if reply.claim_result else (), get_granted_turns(reply), strict=True
         ):
             turn = get_turn(next_one)
             assert self.going.setdefault(turn.id, get_request_id(next_one)) == get_request_id(next_one), (
@@ -1255,7 +1256,7 @@ async def test_waiting_request_keeps_the_on_error_rule_of_its_arrival(world: Wor
     queue = world.owner()
     await submit_turns(world, "r", 0, 1, 2)
     lease = await claim_next_turn(queue, replace(TERMS, on_error=OnError.CONTINUE))
-    await queue.claim_turns([], replace(TERMS, on_error=OnError.ABORT))
+    await sequences(queue).claim_turns([], replace(TERMS, on_error=OnError.ABORT))
     await fail_request(queue, lease)
     assert get_request_id(await claim_next_turn(queue, replace(TERMS, on_error=OnError.ABORT))) == "r-1"
 
@@ -1267,6 +1268,6 @@ async def test_terms_sent_without_a_request_apply_to_waiting_requests(world: Wor
     await finish_request(queue, await claim_next_turn(queue, few))
     await submit_turns(world, "b", 0, of="b")
     await claim_and_take_turns(queue, few)
-    assert (await queue.claim_turns([], TERMS)).decisions == []
+    assert (await sequences(queue).claim_turns([], TERMS)).decisions == []
     await queue.sweep()
     assert get_request_id(await claim_next_turn(queue)) == "b-0"

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from dispatcher.ports import Overload, Permit, Queue, Release
+from dispatcher.queue.contract import Overload, Permit, Queue, Release
 from tests.conformance.worlds import World, answer, claim, claim_fully, permit
 from tests.support import wait_until
 

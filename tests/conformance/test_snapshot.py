@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
 
 import pytest
 
-from dispatcher.core.requests.forecast import QueueSnapshot, compute_forecast, count_at_risk
-from dispatcher.core.requests.request import encode_member
-from dispatcher.core.requests.score import compute_score
-from dispatcher.ports import DeadLetter, Release
+from dispatcher.queue.contract import DeadLetter, Release
+from dispatcher.requests.forecast import QueueSnapshot, compute_forecast, count_at_risk
+from dispatcher.requests.request import encode_member
+from dispatcher.requests.score import compute_score
 from tests.conformance.worlds import OWNER_TIMEOUT_S, World, answer, claim
-from tests.core.requests.late_requests import count_late_one_by_one
+from tests.requests.late_requests import count_late_one_by_one
 
 
 async def submit_with_deadlines(world: World, *deadlines: float, priority: int | None = None) -> None:
@@ -170,7 +169,8 @@ async def test_silent_replica_is_listed_while_it_holds_leases(world: World) -> N
 
 async def test_at_most_fifty_replicas_are_listed(world: World) -> None:
     queues = [world.owner(f"owner-{number}") for number in range(60)]
-    await asyncio.gather(*(door.sweep() for door in queues))
+    for door in queues:
+        await door.sweep()
     snapshot = await queues[0].take_snapshot()
     assert (len(snapshot.replicas), snapshot.owner_count) == (50, 60)
 

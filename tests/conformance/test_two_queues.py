@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from dispatcher.ports import Lease, Overload, Queue, Release, SettleStatus
+from dispatcher.queue.contract import Lease, Overload, Queue, Release, SettleStatus
 from tests.conformance.worlds import LEASE_S, World, answer, claim, claim_fully, member, permit
 
 URGENT = "batch:{qwen}:urgent"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from dispatcher.ports import DeadLetter, Lease, Queue, Release, SettleStatus
+from dispatcher.queue.contract import DeadLetter, Lease, Queue, Release, SettleStatus
 from tests.conformance.worlds import World, answer, claim, claim_fully, member, permit
 
 

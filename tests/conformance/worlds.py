@@ -15,14 +15,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from dispatcher.core.requests.lanes import Lane
+from dispatcher.features.models.queue.calls import ModelAdminCalls, ModelCalls
+from dispatcher.features.sequences.queue.calls import SequenceCalls
 from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
-from dispatcher.ports import ClaimResult, Lease, Permit, Queue, QueueAdmin, Settlement
+from dispatcher.queue.admin_contract import QueueAdmin
+from dispatcher.queue.contract import ClaimResult, Lease, Permit, Queue, Settlement
 from dispatcher.queue.keys import QueueNames
+from dispatcher.queue.lua_files import ALL_FEATURES
 from dispatcher.queue.owners import DeadOwnerDetector
 from dispatcher.queue.redis.connect import connect
-from dispatcher.queue.redis.owner import RedisQueue
+from dispatcher.queue.redis.owner import QueueOptions, RedisQueue
 from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
+from dispatcher.requests.lanes import Lane
 from tests.queue.factories import parse_entry_id
 from tests.queue.key_checks import assert_only_known_keys
 from tests.queue.redis_users import grant, url_of
@@ -46,7 +50,7 @@ _nonces = itertools.count()
 _readings = itertools.count()
 
 
-def member(request_id: str = "r-1", *, deadline: int = NOW + 3600, token: str = "", **data: Any) -> bytes:
+def member(request_id: str = "r-1", *, deadline: int = NOW + 360_000, token: str = "", **data: Any) -> bytes:
     """Return a member written by hand, as a producer in any language does."""
     internal = {"request_token": token} if token else {}
     fields = {"id": request_id, "deadline": deadline, "payload": {"prompt": "hi"}} | data
@@ -89,6 +93,21 @@ def answer(lease: Lease, result: bytes | None = None, results: str = "", **ids: 
     )
 
 
+def sequences(queue: Queue) -> SequenceCalls:
+    """Return the calls of sequences of a dispatcher."""
+    return queue.open_calls(SequenceCalls)
+
+
+def models(queue: Queue) -> ModelCalls:
+    """Return the calls of models of a dispatcher."""
+    return queue.open_calls(ModelCalls)
+
+
+def model_admin(admin: QueueAdmin) -> ModelAdminCalls:
+    """Return the calls of models of an operator."""
+    return admin.open_calls(ModelAdminCalls)
+
+
 async def waits(queue: Queue, seconds: float) -> bool:
     """Return whether the queue waits for work for that long."""
     try:
@@ -116,6 +135,7 @@ class World(ABC):
         timeout_s: float = OWNER_TIMEOUT_S,
         dead_owner_detector: DeadOwnerDetector | None = None,
         max_pending: int = 0,
+        poll_s: float = 0.2,
     ) -> Queue:
         """Return the queue of a dispatcher. The same name twice is the same owner after a restart."""
 
@@ -220,6 +240,7 @@ class MemoryWorld(World):
         timeout_s: float = OWNER_TIMEOUT_S,
         dead_owner_detector: DeadOwnerDetector | None = None,
         max_pending: int = 0,
+        poll_s: float = 0.2,
     ) -> MemoryQueue:
         clock = asyncio.get_running_loop().time
         return MemoryQueue(
@@ -229,6 +250,7 @@ class MemoryWorld(World):
             owner_timeout_s=timeout_s,
             dead_owner_detector=dead_owner_detector,
             max_pending=max_pending,
+            poll_s=poll_s,
         )
 
     async def zadd(self, score: float, member: bytes) -> None:
@@ -309,8 +331,9 @@ class MemoryWorld(World):
 class RedisWorld(World):
     """The real scripts on an empty server, with the permissions of docs/explanation/security.md only."""
 
-    def __init__(self, server: Server, queue: str = QUEUE) -> None:
+    def __init__(self, server: Server, queue: str = QUEUE, features: Sequence[str] = ALL_FEATURES) -> None:
         self._server = server
+        self._features = features
         with server.client() as admin:
             more = () if queue == QUEUE else (f"~{queue}*", f"&{queue}*")
             grant(admin, "dispatcher", "~a:*", "~tenant:*", *more)
@@ -319,11 +342,13 @@ class RedisWorld(World):
         self._other_queues: list[RedisWorld] = []
         self._raw: Any = connect(server.url)  # with types, each reply would be a union over all protocols
         self.names = QueueNames(queue, RESULTS, pool=QUEUE)
-        self._queue_admin = RedisQueueAdmin(connect(url_of(server, "operator")), self.names)
+        self._queue_admin = RedisQueueAdmin(
+            connect(url_of(server, "operator")), self.names, features=features
+        )
         self.queue_admin = self._queue_admin
 
     def open_other_queue(self, queue: str) -> RedisWorld:
-        self._other_queues.append(RedisWorld(self._server, queue))
+        self._other_queues.append(RedisWorld(self._server, queue, self._features))
         return self._other_queues[-1]
 
     def owner(
@@ -333,14 +358,23 @@ class RedisWorld(World):
         timeout_s: float = OWNER_TIMEOUT_S,
         dead_owner_detector: DeadOwnerDetector | None = None,
         max_pending: int = 0,
+        poll_s: float = 0.2,
     ) -> RedisQueue:
         client = connect(url_of(self._server, "dispatcher"))
-        options: dict[str, Any] = {
-            "lease_s": LEASE_S,
-            "owner_timeout_s": timeout_s,
-            "max_pending": max_pending,
-        }
-        door = RedisQueue(client, self.names, name, **options, dead_owner_detector=dead_owner_detector)
+        door = RedisQueue(
+            client,
+            self.names,
+            name,
+            QueueOptions(
+                lease_s=LEASE_S,
+                owner_timeout_s=timeout_s,
+                max_pending=max_pending,
+                poll_s=poll_s,
+                attempt_timeout_s=15.0,  # a busy machine may let a connection wait for seconds
+            ),
+            dead_owner_detector=dead_owner_detector,
+            features=self._features,
+        )
         self._owner_queues.append(door)
         return door
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-BASIC: Mapping[str, Any] = {"pool": {"name": "qwen"}, "gateway": {"url": "http://gateway"}}
+BASIC: Mapping[str, Any] = {
+    "pool": {"name": "qwen"},
+    "gateway": {"url": "http://gateway"},
+    "image": {"registry": "registry.example", "tag": "1.2"},
+}
 QUEUE: Mapping[str, Any] = {"redis": {"existingSecret": {"name": "queue", "key": "url"}}}
 PEER = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "elsewhere"}}}
 
@@ -126,7 +130,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
             "enabled": True,
             "egress": {
                 "gateway": {"to": [PEER]},
-                "models": {"to": [PEER]},
+                "models": {"to": [PEER], "ports": [8200]},
                 "queue": {"to": [PEER], "ports": [6379, 26379]},
                 "extra": [{"ports": [{"port": 8126, "protocol": "TCP"}]}],
             },
@@ -185,7 +189,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "podDisruptionBudget": {"enabled": True, "maxUnavailable": "50%"},
     },
     "pod-options": {
-        "image": {"registry": "registry.example:5000/ml"},
+        "image": {"registry": "registry.example:5000/ml", "tag": "1.2"},
         "valkey": {"image": {"registry": "registry.example:5000"}},
         "envFrom": [{"secretRef": {"name": "proxy"}}, {"configMapRef": {"name": "more"}, "prefix": "MORE_"}],
         "extraInitContainers": [
@@ -205,6 +209,19 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "dnsConfig": {"nameservers": ["192.0.2.1"], "options": [{"name": "ndots", "value": "1"}]},
         "resources": {"limits": {"memory": None, "hugepages-2Mi": "4Mi", "example.com/device": 1}},
         "readinessProbe": {"successThreshold": 2},
+    },
+    "shared-platform": {
+        "namespaceOverride": "batch",
+        "image": {"tag": "1"},
+        "global": {"imageRegistry": "mirror.example"},
+        "replicas": 3,
+        "strategy": {"type": "Recreate"},
+        "podDisruptionBudget": {"minAvailable": 2},
+        "service": {"ipFamilyPolicy": "PreferDualStack"},
+        "monitoring": {
+            "podMonitor": {"enabled": True, "namespace": "monitoring", "scrapeTimeout": "5s"},
+            "rules": {"enabled": True, "alerts": {}},
+        },
     },
     "sidecar": {
         **QUEUE,

@@ -9,12 +9,19 @@ restart pods). The kustomization.yaml files are written by hand; a test compares
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
 from collections.abc import Iterator, Mapping, Set
+from pathlib import Path
 from typing import Any
 
+from dispatcher import __version__
+from tests.deploy.cases import BASIC
 from tests.deploy.release import Release, render
 from tests.paths import ROOT
+from tests.support import require_tool
 
 KUSTOMIZE = ROOT / "deploy" / "kustomize"
 NAME = "batch-dispatcher"
@@ -26,6 +33,7 @@ BASE: Mapping[str, Any] = {
     "pool": {"name": "my-pool"},
     "gateway": {"url": "http://inference-gateway"},
     "redis": {"existingSecret": {"name": "batch-dispatcher-queue", "key": "url"}},
+    "image": {**BASIC["image"], "tag": __version__},
     "test": {"enabled": False},
     "rbac": {"modelRewrites": True},  # The user's config.yaml may name models.
 }
@@ -60,8 +68,40 @@ COMPONENT_BASES: Mapping[str, str] = {"keda-password": "keda"}
 
 
 def render_component(component: str = "", namespace: str = NAMESPACE) -> Release:
-    """Render the chart with the values of a component."""
-    return render({**BASE, **COMPONENTS.get(component, {})}, NAME, namespace)
+    """Render the chart with the values of a component, without the registry of the image, which the
+    kustomization.yaml of a user names."""
+    release = render({**BASE, **COMPONENTS.get(component, {})}, NAME, namespace)
+    return Release(release.text.replace(f"{BASIC['image']['registry']}/{NAME}", NAME))
+
+
+def build(directory: Path) -> Release:
+    """Run `kustomize build`."""
+    done = subprocess.run(
+        [require_tool("kustomize"), "build", directory],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return Release(done.stdout)
+
+
+def build_production_overlay_without_llmd(directory: Path, **fields: Any) -> Release:
+    """Build the production overlay with the patch that it describes for clusters without llm-d.
+
+    The overlay that adds the patch and these fields is written into `directory`.
+    """
+    overlay = KUSTOMIZE / "overlays" / "production"
+    text = (overlay / "kustomization.yaml").read_text()
+    (patch,) = re.findall(r"^    #   - (\{op: replace, path: /apiVersion, .*\})$", text, re.MULTILINE)
+    kustomization = {
+        "resources": [os.path.relpath(overlay, directory.resolve())],
+        "patches": [{"target": {"kind": "InferenceObjective"}, "patch": f"- {patch}"}],
+        **fields,
+    }
+    (directory / "kustomization.yaml").write_text(json.dumps(kustomization))
+    return build(directory)
 
 
 def generate_files() -> Iterator[tuple[str, str]]:

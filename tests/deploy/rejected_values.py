@@ -104,6 +104,13 @@ REJECTED_VALUES: tuple[tuple[Mapping[str, Any], str], ...] = (
         "(BATCH_DISPATCHER__SIGNALS__PROMETHEUS__HEADERS, a JSON object)",
     ),
     ({"imagePullSecrets": ["pull"]}, "/imagePullSecrets/0"),
+    ({"image": {"tag": "1"}}, "image.registry: is required, because no image is published: build and push"),
+    ({"image": {"registry": "a.example"}}, "image.digest: is required (or image.tag), because no image is"),
+    (
+        {"networkPolicy": {"enabled": True}, "config": {"models": [{"name": "m"}]}},
+        "networkPolicy.egress.models.ports: is required: the targetPorts of the pool",
+    ),
+    ({"strategy": {"type": "Replace"}}, "/strategy/type"),
     # Values that the API server would reject, or drop without an error.
     ({"resources": {"limit": {"memory": "1Gi"}}}, "at '/resources': additional properties 'limit'"),
     ({"resources": {"limits": {"memroy": "1Gi"}}}, "at '/resources/limits': additional properties 'memroy'"),

@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from dispatcher.settings import Settings
 from dispatcher.settings.load import parse_settings
+from dispatcher.settings.model import Settings
 from tests.deploy.cases import BASIC, CASES
 from tests.paths import ROOT
 from tests.support import require_tool

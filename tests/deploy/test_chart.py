@@ -18,14 +18,14 @@ import yaml
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from dispatcher.admin.server import AdminServer
 from dispatcher.cli import app
 from dispatcher.queue.embedded import EmbeddedError, find_server
 from dispatcher.queue.keys import QueueNames
+from dispatcher.service.admin.server import AdminServer
 from dispatcher.settings.load import NEEDS_RESTART
 from tests.deploy.cases import BASIC, CASES, PICKER, QUEUE
 from tests.deploy.golden import GOLDEN, golden_path, render_golden
-from tests.deploy.release import CHART, Release, read_environment, render, render_case
+from tests.deploy.release import CHART, Release, helm, read_environment, render, render_case
 from tests.deploy.schema_check import KUBERNETES, find_schema_errors
 from tests.monitoring.chart_files import FILES
 from tests.monitoring.known_series import find_known_series
@@ -96,6 +96,7 @@ def test_schema_check_finds_errors(schemas: Path) -> None:
         ("objective", "InferenceObjective", ""),
         ("extras", "ConfigMap Job PodDisruptionBudget", ""),
         ("sidecar", "ConfigMap PodMonitor", "Deployment Pod Service ServiceAccount StatefulSet"),
+        ("shared-platform", "PodDisruptionBudget PodMonitor PrometheusRule", ""),
         ("renamed", "", "ClusterRole ClusterRoleBinding Pod Role RoleBinding ServiceAccount"),
     ],
 )
@@ -127,11 +128,26 @@ def test_observe_passes_its_flag_to_the_dispatcher() -> None:
     assert "--observe" not in render_case("basic").container["args"]
 
 
-def test_image_has_the_version_of_the_chart_unless_pinned() -> None:
-    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
-    assert render_case("basic").container["image"] == f"batch-dispatcher:{version}"
+def test_image_is_named_by_digest_or_tag() -> None:
+    assert render_case("basic").container["image"] == "registry.example/batch-dispatcher:1.2"
     assert render_case("renamed").container["image"] == "images/batch@sha256:" + "1" * 64
-    assert render({"image": {"tag": "9"}}).container["image"] == "batch-dispatcher:9"
+
+
+def test_global_registry_is_that_of_images_without_one() -> None:
+    shared = {"global": {"imageRegistry": "mirror.example"}}
+    images = {
+        each["image"]
+        for _, pod in render({**shared, "image": {"tag": "1"}}).pods()
+        for each in pod["spec"]["containers"]
+    }
+    assert {image.partition("/")[0] for image in images} == {"mirror.example"}
+    assert render(shared).container["image"].startswith("registry.example/")
+
+
+def test_image_that_was_loaded_into_the_nodes_has_the_version_of_the_chart() -> None:
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    image = render({"image": {"pullPolicy": "Never"}}).container["image"]
+    assert image == f"batch-dispatcher:{version}"
 
 
 def test_grace_period_is_longer_than_the_drain() -> None:
@@ -146,6 +162,47 @@ def test_rolling_update_starts_a_pod_before_it_stops_one() -> None:
         "type": "RollingUpdate",
         "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
     }
+
+
+def test_recreating_pods_has_no_settings_of_a_rolling_update() -> None:
+    assert render_case("shared-platform").deployment["spec"]["strategy"] == {"type": "Recreate"}
+
+
+def test_objects_can_be_in_another_namespace_than_the_release() -> None:
+    release = render_case("shared-platform")
+    (monitor,) = release.find_all("PodMonitor")
+    assert monitor["metadata"]["namespace"] == "monitoring"
+    assert monitor["spec"]["namespaceSelector"] == {"matchNames": ["batch"]}
+    others = [each for each in release.objects if each is not monitor and "Cluster" not in each["kind"]]
+    assert {each["metadata"]["namespace"] for each in others} == {"batch"}
+    assert 'job=~"monitoring/night-batch-dispatcher|' in release.text, (
+        "the job of a PodMonitor has its namespace"
+    )
+
+
+@pytest.mark.parametrize("kind", ["Pod", "Job"])
+def test_hook_that_failed_is_deleted_because_an_uninstall_does_not_delete_hooks(kind: str) -> None:
+    annotations = render_case("extras").find_one(kind)["metadata"]["annotations"]
+    assert {"hook-succeeded", "hook-failed"} < set(annotations["helm.sh/hook-delete-policy"].split(","))
+    assert "hook-failed" in annotations["helm.sh/hook-output-log-policy"]
+
+
+LLM_D, INFERENCE_EXTENSION = "llm-d.ai/v1alpha2", "inference.networking.x-k8s.io/v1alpha2"
+
+
+@pytest.mark.parametrize(
+    ("served", "chosen"),
+    [
+        ([], LLM_D),
+        ([LLM_D], LLM_D),
+        ([INFERENCE_EXTENSION], INFERENCE_EXTENSION),
+        ([INFERENCE_EXTENSION, LLM_D], LLM_D),
+    ],
+)
+def test_objective_has_an_api_version_that_the_cluster_serves(served: list[str], chosen: str) -> None:
+    options = [option for api in served for option in ("--api-versions", f"{api}/InferenceObjective")]
+    done = helm("template", "night", *options, values={**BASIC, **CASES["objective"]})
+    assert Release(done.stdout).find_one("InferenceObjective")["apiVersion"] == chosen
 
 
 def test_deployment_with_keda_sets_no_replicas() -> None:
@@ -381,7 +438,7 @@ def test_notes_are_complete(name: str, tmp_path: Path) -> None:
     expected = [r"patch\.yaml", r"remove\.yaml"] if name == "sidecar" else []
     assert patched == [("night-batch-dispatcher-sidecar", file) for file in expected]
     assert ("It only observes" in notes) == (name == "observe")
-    assert ("helm -n llm test night --logs" in notes) == (name != "sidecar")
+    assert ("helm -n llm test night\n" in notes) == (name != "sidecar")
     assert ("Send one request" in notes) == (name not in {"observe", "sidecar"})
     assert ("--reset-then-reuse-values --set observe=false" in notes) == (name == "observe")
     assert ("Left out: PodMonitor. The cluster does not serve" in notes) == (
@@ -524,19 +581,23 @@ def test_network_policy_allows_only_connections_of_the_settings() -> None:
 
     assert ports("network-policy") == [(53,), (8080,), (6379,), (80,), (9090,), (443, 6443)]
     assert ports("network-policy-all-rules") == [
-        (53,), (8080,), (8443,), (6379, 26379), (443, 9090), (8000,), (9090,), (443, 6443), (4318,), (8126,),
+        (53,), (8080,), (8443,), (6379, 26379), (443, 9090), (8200,), (9090,), (443, 6443), (4318,), (8126,),
     ]  # fmt: skip
     models = [{"name": "m"}]
     for serving, other_settings, model_ports in (
         ({}, {}, []),
-        ({}, {"models": models}, [8000]),
-        ({"observe": "endpoints"}, {}, [8000]),
+        ({}, {"models": models}, [8200, 8201]),
+        ({"observe": "endpoints"}, {}, [8200, 8201]),
         ({"urls": ["http://a:8100", "https://b"]}, {"models": models}, [443, 8100]),
         ({"observe": "gateway"}, {"models": models}, []),
         ({"observe": "off"}, {"models": models}, []),
     ):
+        target_ports = [] if "urls" in serving else [8200, 8201]
         fenced = render(
-            {"networkPolicy": {"enabled": True}, "config": {"serving": serving, **other_settings}}
+            {
+                "networkPolicy": {"enabled": True, "egress": {"models": {"ports": target_ports}}},
+                "config": {"serving": serving, **other_settings},
+            }
         )
         egress = fenced.find_one("NetworkPolicy", "batch-dispatcher")["spec"]["egress"]
         assert sorted(each["port"] for each in egress[5]["ports"]) == (model_ports or [443, 6443])
@@ -814,5 +875,7 @@ def test_basic_values_contain_only_required_values() -> None:
     assert {f"{section}.{field}" for section, fields in BASIC.items() for field in fields} == {
         "pool.name",
         "gateway.url",
+        "image.registry",
+        "image.tag",
     }
     assert QUEUE["redis"]["existingSecret"]["name"]

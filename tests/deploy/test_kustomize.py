@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -14,35 +13,23 @@ from typing import Any
 import pytest
 import yaml
 
-from dispatcher import __version__
 from tests.deploy.cases import PICKER
 from tests.deploy.kustomization import (
     COMPONENT_BASES,
     COMPONENTS,
     KUSTOMIZE,
     NAME,
+    build,
+    build_production_overlay_without_llmd,
     generate_files,
     render_component,
 )
 from tests.deploy.release import Release
 from tests.deploy.schema_check import KUBERNETES, find_schema_errors
 from tests.paths import DOCS
-from tests.support import require_tool
 
 NAMESPACE = "llm"
 HELM_LABELS = {"helm.sh/chart", "app.kubernetes.io/version", "app.kubernetes.io/managed-by"}
-
-
-def build(directory: Path) -> Release:
-    done = subprocess.run(
-        [require_tool("kustomize"), "build", directory],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    return Release(done.stdout)
 
 
 def build_with_components(directory: Path, *components: str, **fields: Any) -> Release:
@@ -156,13 +143,18 @@ def test_overlays_have_their_described_settings() -> None:
     assert build_overlay("dev").settings().queue.url.reveal() == "redis://batch-dispatcher-valkey:6379"
     production = build_overlay("production")
     assert production.deployment["spec"]["replicas"] == 2
-    assert production.container["image"] == f"registry.example/batch-dispatcher:{__version__}"
+    assert production.container["image"] == "registry.example/batch-dispatcher:0.3.0-1234567890ab"
     assert {"NetworkPolicy", "PodDisruptionBudget", "PodMonitor", "PrometheusRule"} < set(production.kinds)
     objective, settings = production.find_one("InferenceObjective"), production.settings()
     assert objective["metadata"]["name"] == settings.gateway.objective
     assert objective["metadata"]["namespace"] == settings.pool.namespace
     assert objective["spec"]["poolRef"]["name"] == settings.pool.name
     assert objective["spec"]["priority"] < 0
+
+
+def test_production_overlay_can_name_the_objective_of_the_inference_extension(tmp_path: Path) -> None:
+    objective = build_production_overlay_without_llmd(tmp_path).find_one("InferenceObjective")
+    assert objective["apiVersion"] == "inference.networking.x-k8s.io/v1alpha2"
 
 
 def test_second_pool_in_a_namespace_has_its_own_names_and_pods(tmp_path: Path) -> None:

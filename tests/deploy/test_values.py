@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from dispatcher.queue.redis.connect import connect
-from dispatcher.settings import Settings
 from dispatcher.settings.load import key_paths, parse_settings
+from dispatcher.settings.model import Settings
 from dispatcher.settings.values import is_secret_name
 from tests.deploy.cases import BASIC, CASES
 from tests.deploy.rejected_values import REJECTED_VALUES
@@ -52,6 +52,8 @@ def test_all_invalid_values_are_reported_together() -> None:
         "- gateway.url",
         "- config.retry.max_s",
         "- config.budget.upper",
+        "- image.registry",
+        "- image.digest",
     ]
 
 
@@ -132,18 +134,17 @@ def test_every_setting_of_the_program_is_a_value_of_the_same_type() -> None:
                    "overload_backoff": 0.5, "initial_per_endpoint": 4},
         "batching": {"mode": "on", "rules": [
             {"paths": ["/v1/models/*:predict"], "shape": "tensorflow", "max_size": 64,
-             "preferred_sizes": [16, 32], "max_delay_s": 0, "idle_flush": False, "unit": "call",
-             "max_items": 1000, "max_tokens_per_call": None, "check_every": 50,
+             "preferred_sizes": [16, 32], "max_delay_s": 0, "unit": "call",
+             "max_items": 1000, "max_tokens_per_call": None,
              "default_timeout_s": 60, "timeout_action": "delay"},
             {"paths": ["/v1/embeddings"]},
         ]},
         "sequences": {"max_idle_s": 60, "max_age_s": 3600, "max_active": 9, "max_waiting": 10,
-                      "on_error": "hold", "gap_s": 5, "after_end": "refuse", "header": "x-sticky",
+                      "on_error": "hold", "after_end": "refuse", "header": "x-sticky",
                       "session_id_header": "x-id", "carry": "messages", "max_carry_bytes": 4096,
                       "models": [{"match": "chat-*", "max_idle_s": 30, "max_active": 2}]},
         "slicing": {"mode": "on", "tokens": 128, "min_tokens": 300, "stream": True, "revoke": "off",
-                    "paths": ["/v1/chat/completions"], "seeded": True, "max_kept_bytes": 4096,
-                    "max_started": 50},
+                    "paths": ["/v1/chat/completions"]},
         "serving": {"observe": "endpoints", "urls": ["http://a:8000", "http://b:8000/models"],
                     "interval_s": 0.5, "when_not_served": "fail", "token_file": "/more/models", "tls": tls,
                     "subset_header": "x-subset", "warmup": {"by": "gateway", "timeout_s": 1.5}},
@@ -158,9 +159,9 @@ def test_every_setting_of_the_program_is_a_value_of_the_same_type() -> None:
             {"name": "m-2", "match": "m-{version}", "policy": {"latest": 2}},
             {"name": "m-stable", "match": "m-{version}", "policy": {"label": "stable"}},
         ],
-        "retry": {"base_s": 0.001, "max_s": 86400, "max_attempts": 1, "max_deliveries": 1},
+        "retry": {"base_s": 0.001, "max_s": 86400, "max_attempts": 1},
         "shutdown": {"drain_s": 0},
-        "admin": {"port": 9000, "token_file": "/more/admin"},
+        "admin": {"allowed_hosts": ["dispatcher.example"], "port": 9000, "token_file": "/more/admin"},
         "log": {"level": "debug", "format": "console"},
         "tracing": {"endpoint": "http://collector:4318", "sample_ratio": 1e-7},
     }  # fmt: skip
@@ -257,7 +258,7 @@ def list_parents(path: str) -> Iterator[str]:
 
 
 def test_values_in_the_guides_can_be_rendered() -> None:
-    for page, count in (("install.md", 11), ("models.md", 1)):
+    for page, count in (("install.md", 12), ("models.md", 1)):
         text = (DOCS / "how-to" / page).read_text()
         found = re.findall(r"<!-- values -->\n```yaml\n(.*?)```", text, re.DOTALL)
         assert len(found) == text.count("<!-- values -->") == count
@@ -305,14 +306,15 @@ def test_program_accepts_the_urls_of_the_guide() -> None:
     page = (DOCS / "how-to" / "install.md").read_text()
     urls = re.findall(r"`(rediss?(?:\+\w+)?://USER:PASSWORD@[^`]+)`", page)
     assert {url.partition(":")[0] for url in urls} == {"rediss", "redis+sentinel", "redis+cluster"}
+    required = {section: BASIC[section] for section in ("pool", "gateway")}
     for url in urls:
-        found = parse_settings(json.dumps(BASIC), {"BATCH_DISPATCHER__QUEUE__URL": url})
+        found = parse_settings(json.dumps(required), {"BATCH_DISPATCHER__QUEUE__URL": url})
         assert isinstance(found, Settings), found
         assert found.queue.url.credentials == ("USER", "PASSWORD")
         connect(url)  # This only creates a client, which connects at its first use.
 
 
-def test_values_named_in_the_guide_exist() -> None:
+def test_values_named_in_the_guides_exist() -> None:
     page = (DOCS / "how-to" / "install.md").read_text()
     readme = (CHART / "README.md").read_text()
     top_level_values = set(yaml.safe_load((CHART / "values.yaml").read_text())) - {
@@ -326,10 +328,12 @@ def test_values_named_in_the_guide_exist() -> None:
             assert is_described or f"| `{path}." in readme, path
 
 
-def test_links_of_the_readme_exist() -> None:
-    links = re.findall(r"\]\(([^)#]+)", (CHART / "README.md").read_text())
-    assert links
-    assert [link for link in links if not (CHART / link).exists()] == []
+def test_packaged_texts_have_no_links_to_files_outside_the_package() -> None:
+    texts = "".join(
+        (CHART / name).read_text() for name in ("README.md", "values.yaml", "templates/NOTES.txt")
+    )
+    assert "](" not in re.sub(r"\]\(https?://", "", texts)
+    assert "../" not in texts
 
 
 def test_package_contains_files_read_by_the_templates(tmp_path: Any) -> None:

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from dispatcher.core.requests.request import Rejection, Request, parse_member
-from dispatcher.core.requests.score import decode_deadline
 from dispatcher.queue.keys import QueueNames
+from dispatcher.requests.request import Rejection, Request, parse_member
+from dispatcher.requests.score import decode_deadline
 from tests.paths import DOCS
 
 PAGE = (DOCS / "how-to" / "migration.md").read_text()

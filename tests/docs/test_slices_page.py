@@ -1,4 +1,4 @@
-"""docs/how-to/slices.md names each reason, setting and time as the program has them."""
+"""The pages on slices name each reason, setting and time as the program has them."""
 
 from __future__ import annotations
 
@@ -7,22 +7,27 @@ import re
 import msgspec
 import pytest
 
-from dispatcher.core.slices.eligibility import Generation, SliceTerms, WholeReason, check_generation
-from dispatcher.core.slices.equality import EqualityCheck
-from dispatcher.core.slices.size import MEASURE_EVERY, MEASURE_TOKENS, SIZES
-from dispatcher.core.slices.support import (
+from dispatcher.features.slices.eligibility import Generation, SliceTerms, WholeReason, check_generation
+from dispatcher.features.slices.equality import CASES, WHOLE_TOKENS
+from dispatcher.features.slices.settings import SlicingSettings
+from dispatcher.features.slices.size import MEASURE_EVERY, MEASURE_TOKENS, SIZES
+from dispatcher.features.slices.support import (
+    DOUBT_S,
     EQUAL_S,
     INTERRUPTED_S,
+    KEPT_S,
     MAX_MODELS,
     MAX_TEMPLATE_OPTIONS,
     UNDECIDED_S,
     UNEQUAL_S,
 )
-from dispatcher.settings import Settings, parse_settings
-from dispatcher.settings.slicing import SlicingSettings
+from dispatcher.settings.load import parse_settings
+from dispatcher.settings.model import Settings
+from tests.features.slices.slice_scene import CHECK_CALLS, CHECK_TOKENS
 from tests.paths import DOCS
 
 PAGE = (DOCS / "how-to" / "slices.md").read_text()
+RULES = (DOCS / "contributing" / "features.md").read_text()
 PATH = "/v1/completions"
 
 
@@ -53,23 +58,26 @@ def test_yaml_examples_are_valid_and_one_shows_every_setting() -> None:
     for example in examples:
         settings = parse_settings(f"gateway: {{url: http://gw}}\n{example}", {})
         assert isinstance(settings, Settings), settings
-        assert settings.slicing.mode == "auto"
+        assert settings.get_section(SlicingSettings).mode == "auto"
         shown.append(set(re.findall(r"^  (\w+):", example, re.MULTILINE)))
     assert set(SlicingSettings.model_fields) in shown
 
 
-def test_numbers_of_the_page_are_those_of_the_program() -> None:
+def test_numbers_of_the_pages_are_those_of_the_program() -> None:
     *sizes, last_size = (f"{size:,}" for size in SIZES)
     for expected in (
         f"{', '.join(sizes)} and {last_size}",
         f"slice of {MEASURE_TOKENS} tokens in {MEASURE_EVERY}",
-        f"(up to {MAX_TEMPLATE_OPTIONS} for each model, and\n{MAX_MODELS} in all)",
+        f"{MAX_MODELS} results, among them {MAX_TEMPLATE_OPTIONS} values",
+        f"stays for at least {KEPT_S:.0f} seconds",
+        f"at the earliest {DOUBT_S / 60:.0f} minutes after the last check",
+        f"three short greedy generations of {WHOLE_TOKENS} tokens each, whole and then in four slices",
+        f"These are {CHECK_CALLS} calls and {CHECK_TOKENS} tokens",
+        f"{CHECK_CALLS} calls with {CHECK_TOKENS} tokens for each model",
     ):
-        assert expected in PAGE
-    check = EqualityCheck(PATH, "m")
-    assert check.next_body is not None
-    max_tokens = msgspec.json.decode(check.next_body)["max_tokens"]
-    assert f"short greedy generation of {max_tokens} tokens whole, and then in three slices" in PAGE
+        assert expected in PAGE + RULES
+    assert len(CASES) == 3
+    assert {len(case.slice_tokens) + 1 for case in CASES} == {4}
 
 
 @pytest.mark.parametrize("field", ["suffix", "bad_words"])

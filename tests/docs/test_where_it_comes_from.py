@@ -16,7 +16,7 @@ from tests.paths import DOCS, ROOT
 
 SYSTEMS = read_systems()
 ROWS = [(system, row) for system in SYSTEMS for row in system.rows]
-PAGE = (DOCS / "explanation" / "where-it-comes-from.md").read_text()
+PAGE = (DOCS / "contributing" / "where-it-comes-from.md").read_text()
 
 MARKED_TESTS = """
 import pytest

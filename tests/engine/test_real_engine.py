@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from dispatcher.core.slices.answers import Finished, Unchanged, interpret_answer
-from dispatcher.core.slices.bodies import build_slice_body, compute_slice_tokens
-from dispatcher.core.slices.eligibility import Generation, SliceTerms, check_generation
-from dispatcher.core.slices.equality import Continuation, EqualityCheck
-from dispatcher.core.slices.progress import Progress, Stage
-from dispatcher.core.slices.stream import join_events
+from dispatcher.features.slices.answers import Finished, Unchanged, interpret_answer
+from dispatcher.features.slices.bodies import build_slice_body, compute_slice_tokens
+from dispatcher.features.slices.eligibility import Generation, SliceTerms, WholeReason, check_generation
+from dispatcher.features.slices.equality import Continuation, EqualityCheck
+from dispatcher.features.slices.progress import Progress, Stage
+from dispatcher.features.slices.stream import join_events
 from tests.engine.engine import REPLACEMENT, Engine, require_engine, running_engine
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -198,6 +198,16 @@ def test_check_finds_how_the_engine_continues_generations(
     while (body := check.next_body) is not None:
         check.record_answer(*engine.send(path, body))
     assert (check.continuation, check.why) == (expected, "")
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("engine", ["bpe", "spm"], indirect=True)
+def test_check_finds_that_text_is_divided_into_other_tokens(engine: Engine, is_streamed: bool) -> None:
+    check = EqualityCheck(COMPLETION, "m", is_streamed=is_streamed)
+    while (body := check.next_body) is not None:
+        check.record_answer(*engine.send(COMPLETION, body))
+    assert (check.continuation, check.reason) == (None, WholeReason.UNEQUAL)
+    assert check.difference is not None
 
 
 @pytest.mark.slow

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+FUZZ_S = float(os.environ.get("FUZZ_S", "600"))
+"""Duration of each long test."""
 SECONDS_PER_MB = 0.25
 """Allowed CPU seconds per MB. Smaller inputs may cost as much as one MB."""
 MB = 2**20

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import re
 import secrets
 from collections.abc import Callable, Sequence
@@ -19,15 +18,14 @@ from pathlib import Path
 
 import pytest
 
-from dispatcher.admin import AdminLimits
-from dispatcher.client.files.lines import BatchLine, LineRules, build_answer_line, group_key, parse_line
-from dispatcher.core.gateway.outcome import classify_answer
-from dispatcher.core.gateway.retry_after import MAX_RETRY_AFTER_S
-from dispatcher.core.limit.budget import Policy
-from dispatcher.core.limit.limiter import Limiter
-from dispatcher.core.limit.poll import ReadFailure
-from dispatcher.core.limit.realtime_impact import HistogramGrowth
-from dispatcher.core.merging.shapes import (
+from dispatcher.features.batch_files.lines import (
+    BatchLine,
+    LineRules,
+    build_answer_line,
+    group_key,
+    parse_line,
+)
+from dispatcher.features.merging.shapes import (
     SHAPES,
     Part,
     cut_part,
@@ -39,17 +37,25 @@ from dispatcher.core.merging.shapes import (
     parse_token_cap,
     split_answer,
 )
-from dispatcher.core.requests.request import Rejection, encode_member, parse_member
-from dispatcher.core.requests.result import PoppedResult, decode_result, encode_answer
-from dispatcher.core.requests.usage import parse_token_usage
-from dispatcher.core.sequences.turns import OnError, Turn
+from dispatcher.features.sequences.turns import OnError, Turn
+from dispatcher.limit.budget import Policy
+from dispatcher.limit.limiter import Limiter
+from dispatcher.limit.poll import ReadFailure
+from dispatcher.limit.realtime_impact import HistogramGrowth
 from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis.connect import QueueUrlError, connect
 from dispatcher.queue.requeue import build_resubmission
-from dispatcher.settings import Problem, SecretUrl, Settings
+from dispatcher.requests.outcomes.outcome import classify_answer
+from dispatcher.requests.outcomes.retry_after import MAX_RETRY_AFTER_S
+from dispatcher.requests.request import Rejection, encode_member, parse_member
+from dispatcher.requests.result import PoppedResult, decode_result, encode_answer
+from dispatcher.requests.usage import parse_token_usage
+from dispatcher.service.admin import AdminLimits
 from dispatcher.settings.effective import settings_as_json
 from dispatcher.settings.load import parse_settings
-from dispatcher.settings.yaml_source import MAX_BYTES
+from dispatcher.settings.model import Settings
+from dispatcher.settings.values import SecretUrl
+from dispatcher.settings.yaml_source import MAX_BYTES, Problem
 from dispatcher.signals.epp import latency
 from dispatcher.signals.epp.series import SERIES_NAMES, PoolView, build_view
 from dispatcher.signals.exposition import MalformedPageError, PageParser, Sample
@@ -57,12 +63,12 @@ from dispatcher.signals.prometheus.instant_query import QueryError, parse_docume
 from dispatcher.signals.prometheus.session import PrometheusAddress
 from dispatcher.signals.prometheus.source import PrometheusSource
 from dispatcher.signals.readings import PickerFacts, derive_readings, list_possible_signals
-from tests.admin.stage import Stage, write_token
-from tests.batch_files import make_changed_line, make_line
-from tests.fuzz.mutations import MB, find_problem, generate_inputs
+from tests.features.batch_files.files import make_changed_line, make_line
+from tests.fuzz import slice_inputs
+from tests.fuzz.mutations import FUZZ_S, MB, find_problem, generate_inputs
+from tests.service.admin.stage import Stage, write_token
 from tests.signals.fakes import PAGES, vector_answer, vector_row
 
-FUZZ_S = float(os.environ.get("FUZZ_S", "600"))
 MEMBER = encode_member(
     "id-1",
     b'{"model":"m","prompt":"\\u00e9 x"}',
@@ -358,6 +364,10 @@ CONSUMERS: dict[str, tuple[Callable[[bytes], None], int, list[bytes]]] = {
             b'{"id":"a","payload":"x"}',
         ],
     ),
+    "slice answer": (slice_inputs.consume_answer, 400, slice_inputs.ANSWERS),
+    "slice stream": (slice_inputs.consume_stream, 400, slice_inputs.STREAMS),
+    "slice check": (slice_inputs.consume_check, 400, [*slice_inputs.ANSWERS, *slice_inputs.STREAMS]),
+    "slice progress": (slice_inputs.consume_progress, 400, slice_inputs.STORED),
 }
 """Kind of input → function that processes it, number of inputs in the short form, valid inputs."""
 SETTINGS_CONSUMERS = ("configuration", "environment", "url")

@@ -99,7 +99,7 @@ def test_labels_describe_the_image() -> None:
     assert labels["title"] == PROJECT["name"]
     assert PROJECT["description"].startswith(labels["description"])
     assert labels["licenses"] == PROJECT["license"]
-    assert {"version", "revision", "created", "base.name"} <= labels.keys()
+    assert {"version", "base.name"} <= labels.keys()
     arguments = dict(rest.split("=") for rest in find_instructions(IMAGE, "ARG") if "=" in rest)
     assert arguments["VERSION"] == __version__
 

@@ -56,7 +56,7 @@ def base(engine: Engine) -> str:
 
 @pytest.fixture(scope="module")
 def image(engine: Engine, base: str) -> str:
-    build = engine.build(base, "--tag", NAME, "--build-arg", "REVISION=abc123")
+    build = engine.build(base, "--tag", NAME)
     assert build.returncode == 0, build.stdout[-4_000:] + build.stderr[-4_000:]
     return NAME
 
@@ -169,7 +169,7 @@ def test_image_has_its_user_entrypoint_and_labels(engine: Engine, image: str, ba
     assert config["User"] == "65532:65532"
     assert config["Entrypoint"] == [PROGRAM]
     labels = {name.removeprefix("org.opencontainers.image."): text for name, text in config["Labels"].items()}
-    assert (labels["version"], labels["revision"], labels["base.name"]) == (__version__, "abc123", base)
+    assert (labels["version"], labels["base.name"]) == (__version__, base)
 
 
 class TestBillOfMaterials:
@@ -247,12 +247,17 @@ class TestRunning:
             exec_submit = ["exec", container, PROGRAM, "submit"]
             request = '{"model": "qwen", "prompt": "hi", "max_tokens": 4}'
             assert '"choices"' in engine(*exec_submit, request)
-            control_stand_in(engine, pool, {"seconds": 3.0})
+            control_stand_in(engine, pool, {"seconds": 10.0})
             engine(*exec_submit, "--no-wait", request)
-            wait_until_sync(
-                lambda: control_stand_in(engine, pool)["pool"]["running"]["now"] == 1, what="in flight"
-            )
-            before = control_stand_in(engine, pool)["gateway"]["answers"]["200"]
+            observed: dict[str, Any] = {}
+
+            def is_in_flight() -> bool:
+                observed.update(control_stand_in(engine, pool))
+                return bool(observed["pool"]["running"]["now"] == 1)
+
+            wait_until_sync(is_in_flight, what="in flight")
+            # From the same report: on a busy machine the request can end before a second report.
+            before = observed["gateway"]["answers"]["200"]
             engine("kill", "--signal", "TERM", container)
             assert engine("wait", container) == "0"
             assert control_stand_in(engine, pool)["gateway"]["answers"]["200"] == before + 1, (

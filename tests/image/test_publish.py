@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,7 +29,15 @@ echo "$0 $@" >>{log}
 case "$1" in
     images) echo sha256:1234 ;;
 esac
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --digestfile) printf {digest} >"$2" ;;
+        --metadata-file) printf '{{"image.name": "a", "containerimage.digest": "{digest}"}}' >"$2" ;;
+    esac
+    shift
+done
 """
+DIGEST = "sha256:" + "d" * 64
 OTHER_ARCHITECTURE = "arm64" if os.uname().machine == "x86_64" else "amd64"
 """Architecture that differs from this machine."""
 
@@ -39,7 +51,7 @@ class RecordingTools:
 
     def install(self, name: str, fails: str = "nothing") -> None:
         path = self._bin / name
-        path.write_text(RECORDING_SCRIPT.format(fails=fails, log=self._log))
+        path.write_text(RECORDING_SCRIPT.format(fails=fails, log=self._log, digest=DIGEST))
         path.chmod(0o755)
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -85,6 +97,8 @@ def test_docker_builds_and_pushes_every_platform_at_once(tools: RecordingTools) 
     assert build[build.index("--tag") + 1] == "registry.example/team/batch-dispatcher:7"
     assert build[build.index("--platform") + 1] == platforms
     assert f"BASE={BASE}" in build
+    assert build[build.index("--label") + 1].startswith("org.opencontainers.image.created=20")
+    assert f"--set image.registry=registry.example/team --set image.digest={DIGEST}\n" in done.stdout
     assert "--set image.registry=registry.example/team --set image.tag=7\n" in done.stdout
 
 
@@ -95,14 +109,52 @@ def test_podman_and_buildah_push_a_list_of_platforms_and_look_up_the_base(
     tools.install(tool)
     done = tools.run("registry.example:5000", "--pip-conf", "/pip.conf")
     assert done.returncode == 0, done.stderr
-    image = f"registry.example:5000/batch-dispatcher:{__version__}"
+    image = f"registry.example:5000/batch-dispatcher:{__version__}"  # there is no git in this PATH
     pull, _, remove, build, push = tools.read_commands()
     assert pull[:2] == [tool, "pull"]
     assert remove == [tool, "manifest", "rm", image]
     assert build[:4] == [tool, "build", "--manifest", image]
     assert "BASE=docker.io/library/debian:trixie-slim@sha256:1234" in build
     assert "id=pip.conf,src=/pip.conf" in build
-    assert push == [tool, "manifest", "push", "--all", "--rm", image, f"docker://{image}"]
+    assert push[:6] == [tool, "manifest", "push", "--all", "--rm", "--digestfile"]
+    assert push[7:] == [image, f"docker://{image}"]
+    assert f"pushed {image}@{DIGEST}\n" in done.stdout
+
+
+def make_checkout(directory: Path) -> Callable[..., str]:
+    """Create a checkout with one commit of the program, and return a function that runs git there."""
+
+    def git(*arguments: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@example.com")
+        ask = ["git", "-C", str(directory), *who, *arguments]
+        return subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip()
+
+    for name in ("deploy/publish.py", "dispatcher/__init__.py"):
+        (directory / name).parent.mkdir(parents=True)
+        shutil.copy(ROOT / name, directory / name)
+    git("init")
+    git("add", ".")
+    git("commit", "--message", "first")
+    return git
+
+
+def read_default_tag(checkout: Path) -> str:
+    ask = [sys.executable, "-B", "-c", "import publish; print(publish.default_tag())"]
+    done = subprocess.run(ask, cwd=checkout / "deploy", check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def test_default_tag_names_the_commit_and_uncommitted_changes(tmp_path: Path) -> None:
+    git = make_checkout(tmp_path)
+    first = read_default_tag(tmp_path)
+    assert first == f"{__version__}-{git('rev-parse', '--short=12', 'HEAD')}"
+    (tmp_path / "more.py").touch()
+    assert read_default_tag(tmp_path) == f"{first}-dirty"
+    git("add", ".")
+    git("commit", "--message", "second")
+    second = read_default_tag(tmp_path)
+    assert second != first
+    assert not second.endswith("-dirty")
 
 
 def test_platform_that_needs_an_emulator_is_rejected_before_the_build(tools: RecordingTools) -> None:
@@ -176,7 +228,10 @@ def test_one_command_pushes_the_image_to_a_registry(engine: Engine, tmp_path: Pa
                 timeout=1_800,
             )
             assert done.returncode == 0, done.stdout[-2_000:] + done.stderr[-2_000:]
-            media, text = registry.manifests[f"team/batch-dispatcher:{__version__}"]
+            (tag,) = re.findall(r"--set image\.tag=(\S+)", done.stdout)
+            (digest,) = re.findall(r"--set image\.digest=(\S+)", done.stdout)
+            media, text = registry.manifests[f"team/batch-dispatcher:{tag}"]
+            assert f"sha256:{hashlib.sha256(text).hexdigest()}" == digest
             assert "index" in media or "list" in media
             (image,) = json.loads(text)["manifests"]
             _, manifest = registry.manifests[f"team/batch-dispatcher:{image['digest']}"]

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dispatcher.features.merging.status import BatchingStatus, MergeTargetStatus
+from dispatcher.features.models.status import ModelsStatus, ModelStatus
+from dispatcher.features.sequences.status import SEQUENCE_COUNTS, SequencesStatus
+from dispatcher.features.slices.status import SlicingStatus
 from dispatcher.telemetry.status import (
-    BatchingStatus,
     BudgetStatus,
     GateStatus,
     ImpactStatus,
-    MergeTargetStatus,
-    ModelsStatus,
-    ModelStatus,
     ProcessStatus,
     QueueStatus,
-    SequencesStatus,
     SignalsStatus,
     Status,
     Terms,
@@ -31,11 +30,12 @@ IDLE = Status(
         0.05, "saturation", 0.2, 0.0, 0.75, 24, 32.0, "picker", terms=[Terms("saturation", 0.2, 0.0, 0.75, 24, 32.0)]
     ),
     signals=SignalsStatus("epp", 0.3),
-    queue=QueueStatus(pending=0, leased=0, delayed=0, dead=3, started=0, replica_count=2),
+    queue=QueueStatus(pending=0, leased=0, delayed=0, dead=3, replica_count=2),
     impact=ImpactStatus(batch_share=0.0),
-    batching=BatchingStatus([MERGED]),
-    sequences=SequencesStatus(dict.fromkeys(("active", "parked", "held", "aborted", "waiting"), 0)),
-    models=ModelsStatus([ModelStatus("qwen", serving=2, waiting=0)]),
+    features=(
+        SequencesStatus(dict.fromkeys(SEQUENCE_COUNTS, 0)), ModelsStatus([ModelStatus("qwen", serving=2, waiting=0)]),
+        SlicingStatus(started=0), BatchingStatus([MERGED]),
+    ),
 )  # fmt: skip
 REPLICAS = ("a:8080", "b:8080")
 MERGING_OFF = 'merge_off{model="bge-m3",path="/v1/embeddings"}'

@@ -1,5 +1,5 @@
 """Fixtures of the process scenarios."""
 
-from tests.scenarios.conftest import queue_server, stage
+from tests.scenarios.fixtures import queue_server, stage
 
 __all__ = ["queue_server", "stage"]

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from dispatcher.telemetry.catalogue import CATALOGUE, SeriesKind
+from dispatcher.telemetry.catalogue import CATALOGUE
+from dispatcher.telemetry.series import SeriesKind
 from tests.monitoring.chart_files import load_recorded_expressions
 from tests.monitoring.promql import parse_expression
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from dispatcher.core.health import Health
-from dispatcher.core.limit.budget import Reason
+from dispatcher.limit.budget import Reason
+from dispatcher.limit.health import Health
 from tests.monitoring.chart_files import (
     RULES,
     VARIABLES,

@@ -215,7 +215,9 @@ def test_every_command_of_the_runbook_exists_and_names_its_configuration() -> No
         verb = words[: next((n for n, word in enumerate(words) if not word.islower()), len(words))]
         verb = tuple(word for word in verb if not word.startswith("-"))
         assert CliRunner().invoke(app, [*verb, "--help"]).exit_code == 0, words
-        assert verb == ("version",) or words[-2:] == ("--config", "FILE"), f"{' '.join(words)}: wrong usage"
+        assert words == ("--version",) or words[-2:] == ("--config", "FILE"), (
+            f"{' '.join(words)}: wrong usage"
+        )
 
 
 def test_names_of_rules_are_unique() -> None:

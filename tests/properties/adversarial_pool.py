@@ -16,10 +16,10 @@ from functools import partial
 from itertools import count
 from random import Random
 
-from dispatcher.core.limit.budget import Policy, Reading, Reason, Signal, round_down
-from dispatcher.core.limit.limiter import Limiter
-from dispatcher.core.limit.load_ledger import DELTA_S
-from dispatcher.core.limit.transit_time import MIN_CONNECTS, ONE_WAY_SHARE
+from dispatcher.limit.budget import Policy, Reading, Reason, Signal, round_down
+from dispatcher.limit.limiter import Limiter
+from dispatcher.limit.load_ledger import DELTA_S
+from dispatcher.limit.transit_time import MIN_CONNECTS, ONE_WAY_SHARE
 
 APPLY_DELAY_S = 1.01 * DELTA_S
 POLICY = Policy(reserve=0.05, max_age_s=1e6)

@@ -25,18 +25,12 @@ from hypothesis.stateful import (
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from dispatcher.core.requests.lanes import Lane
+from dispatcher.features.models.queue.calls import ModelAdminCalls
 from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
 from dispatcher.lab.memory_queue.entries import Location
-from dispatcher.ports import (
-    ClaimResult,
-    Lease,
-    LeaseCounts,
-    Permit,
-    RenewResult,
-    SharedState,
-)
+from dispatcher.queue.contract import ClaimResult, Lease, LeaseCounts, Permit, RenewResult, SharedState
 from dispatcher.queue.keys import QueueNames
+from dispatcher.requests.lanes import Lane
 from tests.queue.factories import OwnerAndAdmin, parse_entry_id, parse_lease_units
 from tests.queue.key_checks import assert_only_known_keys
 from tests.queue.servers import Server, server
@@ -411,7 +405,8 @@ class QueueComparison(RuleBasedStateMachine):
         """Check that both return the same next requests, ordered by score and then by bytes."""
 
         async def read_queue(admin: Any) -> tuple[Any, list[tuple[float, bytes]]]:
-            return await admin.count_waiting_by_model(), list(await admin.peek_next(1000))
+            waiting = await admin.open_calls(ModelAdminCalls).count_waiting_by_model()
+            return waiting, list(await admin.peek_next(1000))
 
         loop = self.connections.loops[0]
         counts, next_members = loop.run_until_complete(read_queue(self.real[0]))

@@ -8,13 +8,7 @@ from math import inf, nextafter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.core.merging.grouping import (
-    GroupingRule,
-    GroupReady,
-    WaitingItem,
-    WaitUntil,
-    group_requests,
-)
+from dispatcher.common.grouping import GroupingRule, GroupReady, WaitingItem, WaitUntil, group_requests
 from tests.grouping_simulation import simulate_grouping
 
 # Eighths of a second are added without rounding errors, so due times are exact.

@@ -14,11 +14,11 @@ from random import Random
 
 import pytest
 
-from dispatcher.core.limit.budget import Policy, Reading, Reason, Signal
-from dispatcher.core.limit.capacity import GROWTH_FREQUENT, MAX_READING_INTERVAL_S
-from dispatcher.core.limit.limiter import Limiter
-from dispatcher.core.limit.load_ledger import DELTA_S
-from dispatcher.core.limit.transit_time import MAX_TRANSIT_S
+from dispatcher.limit.budget import Policy, Reading, Reason, Signal
+from dispatcher.limit.capacity import GROWTH_FREQUENT, MAX_READING_INTERVAL_S
+from dispatcher.limit.limiter import Limiter
+from dispatcher.limit.load_ledger import DELTA_S
+from dispatcher.limit.transit_time import MAX_TRANSIT_S
 
 SLOTS = (2, 8, 20, 64, 200, 512, 2000)
 MAX_READINGS = 30

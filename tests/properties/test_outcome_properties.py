@@ -8,26 +8,27 @@ from typing import assert_never
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.core.gateway.outcome import (
-    Answered,
-    Delivered,
+from dispatcher.requests.outcomes.judge import (
     Errored,
+    MoveToDeadLetters,
+    Retry,
+    decide_after_attempt,
+)
+from dispatcher.requests.outcomes.outcome import (
+    Delivered,
     Evicted,
     Failed,
-    MoveToDeadLetters,
     Overloaded,
     Refused,
-    Retry,
     RetryPolicy,
     TooLarge,
     TooLate,
     UncountedError,
     Unreachable,
     classify_answer,
-    decide_after_attempt,
 )
-from dispatcher.core.gateway.retry_after import MAX_RETRY_AFTER_S, parse_retry_after
-from dispatcher.core.requests.result import ErrorCode
+from dispatcher.requests.outcomes.retry_after import MAX_RETRY_AFTER_S, parse_retry_after
+from dispatcher.requests.result import ErrorCode
 
 seconds = st.floats(0, 1e9)
 statuses = st.integers(0, 1200)
@@ -93,9 +94,8 @@ def test_every_outcome_leads_to_one_decision_within_its_bounds(
             assert isinstance(outcome, Failed)
             assert attempts + 1 >= policy.max_attempts
             assert (decision.status, decision.body) == (outcome.status, outcome.body)
-        case Answered():
-            assert isinstance(outcome, Delivered)
-            assert (decision.status, decision.body) == (outcome.status, outcome.body)
+        case Delivered():
+            assert decision is outcome
         case Errored():
             assert not isinstance(outcome, Delivered)
             is_expired = isinstance(

@@ -27,17 +27,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from dispatcher.core.requests.lanes import Lane, rank_in_queue
-from dispatcher.core.requests.result import encode_answer
-from dispatcher.ports import (
-    ClaimResult,
-    DeadLetter,
-    Overload,
-    Permit,
-    Release,
-    Settlement,
-    Submission,
-)
+from dispatcher.features.models.queue.calls import ModelCalls
+from dispatcher.features.models.queue.waiting import ModelWait
+from dispatcher.queue.contract import ClaimResult, DeadLetter, Overload, Permit, Release, Settlement
+from dispatcher.requests.lanes import Lane, rank_in_queue
+from dispatcher.requests.result import encode_answer
+from dispatcher.requests.submission import Submission
 from tests.properties.queue_comparison import (
     LEASE_S,
     NAMES,
@@ -266,14 +261,14 @@ class QueueModel(QueueComparison):
                 "is_refusal": st.booleans(),
                 "is_undelivered": st.booleans(),
                 "last_attempt": st.sampled_from(["", "reset", "ä"]),
-                "missing_model": st.sampled_from(["", "", "", "", "", *MODELS]),
+                "extra": st.sampled_from([None] * 5 + [ModelWait(model) for model in MODELS]),
                 "progress": st.sampled_from([None, None, None, b"", b"a", b"\0" * 70_000]),
             }
         )
         chosen = self.pick_leases(owner, data)
         flags_by_lease = [data.draw(flags) for _ in chosen]
         self.event_counts["delayed"] += sum(each["delay_s"] > 0 for each in flags_by_lease)
-        self.event_counts["waiting for model"] += sum(each["missing_model"] != "" for each in flags_by_lease)
+        self.event_counts["waiting for model"] += sum(each["extra"] is not None for each in flags_by_lease)
         self.event_counts["progress stored"] += sum(bool(each["progress"]) for each in flags_by_lease)
         releases = [
             [
@@ -346,7 +341,7 @@ class QueueModel(QueueComparison):
         self.claim(owner, 6, 16, 0, 2, False)
         chosen = self.held_leases[owner][-4:]
         sides = [
-            [Release((pair.real, pair.twin)[which], missing_model=model) for pair in chosen]
+            [Release((pair.real, pair.twin)[which], extra=ModelWait(model)) for pair in chosen]
             for which in (0, 1)
         ]
         real, twin = self.run_on_both(owner, lambda queue, which: queue.release(sides[which]))
@@ -407,7 +402,7 @@ class QueueModel(QueueComparison):
         """Return requests whose models are served. After a lost reply, the repeated call finds none left."""
         waiting_before = self.store.queue.count_requests().waiting_for_model
         real, twin = self.run_on_both(
-            owner, lambda queue, _: queue.return_waiting_for_models(models), lose_reply
+            owner, lambda queue, _: queue.open_calls(ModelCalls).return_waiting_for_models(models), lose_reply
         )
         assert real == twin or (
             lose_reply and (real.returned_count, real.remaining_count) == (0, twin.remaining_count)
@@ -628,8 +623,8 @@ class QueueModel(QueueComparison):
             twin.due_count,
             twin.lost_units,
         )
-        assert real.cancelled_count == twin.cancelled_count
-        self.event_counts["cancelled"] += real.cancelled_count
+        assert real.freed_count == twin.freed_count
+        self.event_counts["cancelled"] += real.freed_count
         self.event_counts["reclaimed"] += real.reclaimed_count
         self.event_counts["due"] += real.due_count
         assert (real.next_due_at is None) == (twin.next_due_at is None)

@@ -10,7 +10,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.core.models.body_rewrite import replace_model
+from dispatcher.features.models.body_rewrite import replace_model
 
 TEXTS = st.one_of(
     st.text(max_size=6),

@@ -1,4 +1,4 @@
-"""The scripts of sequences compared with the rules in core/sequences/rules.py, for any interleaving of steps.
+"""The scripts of sequences compared with sequence_rules.py of the memory queue, in any interleaving of steps.
 
 As in test_queue_model.py, each step runs in Redis and in memory and must return the same. After each step,
 the state of every sequence is compared. Independently of both, a record of the requests in flight checks that
@@ -19,18 +19,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 from msgspec import structs
 
-from dispatcher.core.models.names import parse_model
-from dispatcher.core.requests.request import Request, parse_member
-from dispatcher.core.sequences.decisions import (
+from dispatcher.features.sequences.decisions import (
     SequenceOverride,
     SequenceTerms,
-    TurnEnd,
     TurnGranted,
     TurnRejected,
     TurnWaits,
 )
-from dispatcher.core.sequences.turns import OnError, SequenceSnapshot, SequenceStatus, Turn
-from dispatcher.ports import DeadLetter, Release, Settlement
+from dispatcher.features.sequences.queue import open_sequences
+from dispatcher.features.sequences.queue.calls import SequenceCalls
+from dispatcher.features.sequences.queue.steps import decode_granted_turn
+from dispatcher.features.sequences.queue.turn_end import TurnEnd
+from dispatcher.features.sequences.turns import OnError, SequenceSnapshot, SequenceStatus, Turn
+from dispatcher.queue.contract import DeadLetter, Release, Settlement
+from dispatcher.requests.model_names import parse_model
+from dispatcher.requests.request import Request, parse_member
 from tests.properties.queue_comparison import (
     NAMES,
     OWNERS,
@@ -186,8 +189,8 @@ class SequenceModel(QueueComparison):
 
         async def ask_queue(queue: Any, which: int) -> Any:
             if lose_reply and which:  # the reply is lost, so rejected requests are checked anew
-                await queue.claim_turns(turns[which], self.terms)
-            return await queue.claim_turns(turns[which], self.terms)
+                await queue.open_calls(SequenceCalls).claim_turns(turns[which], self.terms)
+            return await queue.open_calls(SequenceCalls).claim_turns(turns[which], self.terms)
 
         real, twin = self.run_on_both(owner, ask_queue, lose_reply)
         self.assert_same_facts(owner, real, twin)
@@ -283,7 +286,7 @@ class SequenceModel(QueueComparison):
                 turn, has_failed=failed, cause="it: failed", sticky_token=token, conversation=conversation
             )
         result = b"%d" % pair.real.entry_id
-        ends = [Settlement(lease, result, "", turn_end=turn_end) for lease in (pair.real, pair.twin)]
+        ends = [Settlement(lease, result, "", extra=turn_end) for lease in (pair.real, pair.twin)]
         if dead_letter:
             dead_letters = [DeadLetter(one, "why") for one in ends]
             real, twin = self.run_on_both(
@@ -384,7 +387,7 @@ class SequenceModel(QueueComparison):
                 turn, has_failed=failed, cause="it: failed", sticky_token=token, conversation=conversation
             )
             for side, lease in zip(sides, (pair.real, pair.twin), strict=True):
-                side.append(Settlement(lease, b"%d" % lease.entry_id, "", turn_end=turn_end))
+                side.append(Settlement(lease, b"%d" % lease.entry_id, "", extra=turn_end))
         self.serial_number += 1
         nonce, permit = f"n-{self.serial_number}", self.make_permit(owner, limit)
         real, twin = self.run_on_both(
@@ -410,7 +413,9 @@ class SequenceModel(QueueComparison):
         assert real.claim_result.claimable_count == twin.claim_result.claimable_count
         real_claims, twin_claims = (
             sorted(
-                zip(one.claim_result.leases, one.granted_turns, strict=True),
+                zip(
+                    one.claim_result.leases, [decode_granted_turn(*each) for each in one.extras], strict=True
+                ),
                 key=lambda each: each[0].entry_id,
             )
             for one in (real, twin)
@@ -451,12 +456,12 @@ class SequenceModel(QueueComparison):
     @rule(owner=owners)
     def sweep(self, owner: int) -> None:
         real, twin = self.run_on_both(owner, lambda queue, _: queue.sweep())
-        assert (real.reclaimed_count, real.due_count, real.turn_count) == (
+        assert (real.reclaimed_count, real.due_count, real.freed_count) == (
             twin.reclaimed_count,
             twin.due_count,
-            twin.turn_count,
+            twin.freed_count,
         )
-        self.event_counts["turns by time"] += real.turn_count
+        self.event_counts["turns by time"] += real.freed_count
         self.check_nothing_waits_without_reason()
 
     def check_nothing_waits_without_reason(self) -> None:
@@ -502,7 +507,9 @@ class SequenceModel(QueueComparison):
 
     @rule(owner=owners, max_count=st.integers(1, 5), lose_reply=reply_losses)
     def answer_remaining(self, owner: int, max_count: int, lose_reply: bool) -> None:
-        real, twin = self.run_on_both(owner, lambda queue, _: queue.find_remaining_requests(max_count))
+        real, twin = self.run_on_both(
+            owner, lambda queue, _: queue.open_calls(SequenceCalls).find_remaining_requests(max_count)
+        )
         assert [(one.request.member, one.error_code, one.message) for one in real] == [
             (one.request.member, one.error_code, one.message) for one in twin
         ]
@@ -519,7 +526,7 @@ class SequenceModel(QueueComparison):
             for item in side:
                 turn = parse_turn(item.member, self.terms)
                 turn_end = None if turn is None else TurnEnd(turn, has_failed=failing, cause="too late")
-                items[which].append((item, Settlement(UNLEASED, why, "", turn_end=turn_end)))
+                items[which].append((item, Settlement(UNLEASED, why, "", extra=turn_end)))
         before = dict(self.in_flight)
         real, twin = self.run_on_both(owner, lambda queue, at: queue.settle_unleased(items[at]), lose_reply)
         assert real == twin == len(items[0])
@@ -561,7 +568,7 @@ class SequenceModel(QueueComparison):
         async def run_action(queue: Any, which: int) -> Any:
             admin = (queue, self.store)[which]
             if action == "abort":
-                return await admin.abort_sequence(name, "an operator: aborted it")
+                return await open_sequences(admin).abort_sequence(name, "an operator: aborted it")
             return await getattr(admin, f"{action}_sequence")(name)
 
         real, twin = self.run_on_both(owner, run_action)
@@ -585,7 +592,7 @@ class SequenceModel(QueueComparison):
 
         async def read_sequences(admin: Any) -> tuple[object, list[SequenceSnapshot | None]]:
             return (await admin.count_requests()).sequence_counters, [
-                await admin.get_sequence(name) for name in ("a", "b", "ü")
+                await open_sequences(admin).get_sequence(name) for name in ("a", "b", "ü")
             ]
 
         (counters, real), (twin_counters, twin) = (

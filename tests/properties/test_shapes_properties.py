@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from dispatcher.core.merging.shapes import (
+from dispatcher.features.merging.shapes import (
     SHAPES,
     Part,
     Unfit,
@@ -24,7 +24,7 @@ from dispatcher.core.merging.shapes import (
     parse_token_cap,
     split_answer,
 )
-from dispatcher.core.merging.shapes.shares import apportion_count
+from dispatcher.features.merging.shapes.shares import apportion_count
 from tests.list_calls import (
     BodyGroup,
     answer_call,

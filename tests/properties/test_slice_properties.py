@@ -10,11 +10,11 @@ import msgspec
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dispatcher.core.slices.answers import Continues, Finished, interpret_answer
-from dispatcher.core.slices.bodies import build_slice_body, compute_slice_tokens
-from dispatcher.core.slices.eligibility import Generation, SliceTerms, check_generation
-from dispatcher.core.slices.progress import Progress, Stage, decode_progress, encode_progress
-from dispatcher.core.slices.stream import join_events
+from dispatcher.features.slices.answers import Continues, Finished, interpret_answer
+from dispatcher.features.slices.bodies import build_slice_body, compute_slice_tokens
+from dispatcher.features.slices.eligibility import Generation, SliceTerms, check_generation
+from dispatcher.features.slices.progress import Progress, Stage, decode_progress, encode_progress
+from dispatcher.features.slices.stream import join_events
 from dispatcher.lab.standin.generation_api import GeneratedAnswer, GenerationConfig, parse_request
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.core.models.rollover import ModelFamily
-from dispatcher.core.models.version_policy import VersionPolicy
-from dispatcher.core.models.version_template import VersionTemplate
-from dispatcher.core.models.versions import (
+from dispatcher.features.models.rollover import ModelFamily
+from dispatcher.features.models.version_policy import VersionPolicy
+from dispatcher.features.models.version_template import VersionTemplate
+from dispatcher.features.models.versions import (
     EDGES,
     FamilyTerms,
     Transition,
@@ -23,7 +23,7 @@ from dispatcher.core.models.versions import (
     VersionStateChange,
     match_version,
 )
-from dispatcher.core.models.weighted_choice import WeightedChoice, compute_shares
+from dispatcher.features.models.weighted_choice import WeightedChoice, compute_shares
 
 NAMES = ["m-v1", "m-v2", "m-v3", "m-v10", "m", "other"]
 ENDPOINTS = ["a", "b"]

@@ -5,30 +5,28 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import redis.asyncio
 
-from dispatcher.core.gateway.outcome import Delivered
-from dispatcher.core.requests.lanes import Lane
-from dispatcher.core.requests.request import Request
-from dispatcher.ports import (
-    AttemptResult,
-    ClaimResult,
-    Lease,
-    Permit,
-    Queue,
-    Release,
-    Settlement,
-    SettleStatus,
-    Submission,
-)
+from dispatcher.features.models.queue.calls import ModelAdminCalls, ModelCalls
+from dispatcher.features.sequences.queue.calls import SequenceAdminCalls, SequenceCalls
+from dispatcher.gateway.contract import AttemptResult
+from dispatcher.queue.contract import ClaimResult, Lease, Permit, Queue, Release, Settlement, SettleStatus
 from dispatcher.queue.keys import QueueNames
+from dispatcher.queue.lua_files import ALL_FEATURES
+from dispatcher.queue.owners import DeadOwnerDetector
 from dispatcher.queue.redis.connect import connect
-from dispatcher.queue.redis.owner import RedisQueue
+from dispatcher.queue.redis.owner import QueueOptions, RedisQueue
 from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
+from dispatcher.requests.lanes import Lane
+from dispatcher.requests.outcomes.outcome import Delivered
+from dispatcher.requests.request import Request
+from dispatcher.requests.submission import Submission
 
 NAMES = QueueNames("batch:{pool}:requests", "batch:{pool}:results", allowed_lists=("*",))
 """Any result list is allowed. test_contract.py tests the default rules."""
@@ -112,28 +110,46 @@ def ids(members: Iterable[bytes]) -> list[str]:
 
 if TYPE_CHECKING:
 
-    class _OwnerAndAdmin(RedisQueue, RedisQueueAdmin):
-        """Both interfaces for the type checker. At run time, the queue admin is a second object."""
+    class _OwnerAndAdmin(
+        RedisQueue, RedisQueueAdmin, ModelCalls, ModelAdminCalls, SequenceCalls, SequenceAdminCalls
+    ):
+        """All interfaces for the type checker. At run time, they are objects of their own."""
+
+        async def check_cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]: ...
 
 else:
     _OwnerAndAdmin = RedisQueue
 
 
 class OwnerAndAdmin(_OwnerAndAdmin):
-    """Owner with a queue admin over the same connection, because most tests submit the requests that they
-    claim."""
+    """Owner with a queue admin and the calls of features over the same connection, because most tests submit
+    the requests that they claim."""
 
     def __init__(
-        self, client: Any, names: QueueNames, owner: str, *, attempt_timeout_s: float = 3.0, **options: Any
+        self,
+        client: Any,
+        names: QueueNames,
+        owner: str,
+        *,
+        dead_owner_detector: DeadOwnerDetector | None = None,
+        features: Sequence[str] = ALL_FEATURES,
+        **options: Any,
     ) -> None:
-        super().__init__(client, names, owner, attempt_timeout_s=attempt_timeout_s, **options)
-        self.queue_admin = RedisQueueAdmin(client, names, attempt_timeout_s=attempt_timeout_s)
+        own = QueueOptions(**options)
+        super().__init__(
+            client, names, owner, own, dead_owner_detector=dead_owner_detector, features=features
+        )
+        self.queue_admin = admin = RedisQueueAdmin(client, names, attempt_timeout_s=own.attempt_timeout_s)
+        self._parts = (
+            *(admin, ModelCalls(self), ModelAdminCalls(admin)),
+            *(SequenceCalls(self), SequenceAdminCalls(admin)),
+        )
 
     if not TYPE_CHECKING:  # with `__getattr__`, the type checker would accept any name
 
         def __getattr__(self, name: str) -> Any:
-            """Return a method of the queue admin that an owner does not have: submit, pause …"""
-            return getattr(self.queue_admin, name)
+            """Return a method that an owner does not have: submit, pause …, or a call of a feature."""
+            return next(getattr(part, name) for part in self._parts if hasattr(part, name))
 
 
 @asynccontextmanager
@@ -165,3 +181,13 @@ async def start_requests(queue: OwnerAndAdmin, *names: str, progress: bytes = b"
 
 async def claim_started(queue: OwnerAndAdmin, max_count: int = 1000) -> list[Lease]:
     return list((await claim(queue, max_count, max_per_lane=STARTED)).leases)
+
+
+async def count_commands_by_name(client: redis.asyncio.Redis, step: Awaitable[object]) -> Counter[str]:
+    """Return how often a step runs each command on the server, including the commands of its scripts."""
+    await client.config_resetstat()
+    await step
+    stats: Any = await client.info("commandstats")
+    calls = {name.removeprefix("cmdstat_"): reply["calls"] for name, reply in stats.items()}
+    del calls["config|resetstat"]
+    return Counter(calls)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from dispatcher.features.sequences.queue.secret import get_secret_key
 from dispatcher.queue.keys import QueueNames
 
 
 async def assert_only_known_keys(client: Any, names: QueueNames, *lists: str) -> None:
     """Fail on a key that is neither a key of the queue, nor one of these result lists, nor expiring."""
-    by_operators = [key for key in names.model_registry_keys if key.endswith((":labels", ":drains"))]
+    by_operators = [key for key in names.feature_pool_keys if key.endswith((":labels", ":drains"))]
     known = {
         key.encode()
-        for key in (*names.script_keys, *by_operators, names.result_list, names.sequence_secret_key, *lists)
+        for key in (*names.script_keys, *by_operators, names.result_list, get_secret_key(names), *lists)
     }
     found = [key async for key in client.scan_iter(count=1000)]
     unknown_keys = [key for key in found if key not in known and await client.pttl(key) == -1]

@@ -24,9 +24,9 @@ from redis.crc import key_slot
 from tests.support import die_with_parent, free_port, require_tool, stop_process, wait_until_sync
 
 ENGINES = ("redis", "valkey")
-_DAILY_ENGINE = "redis" if shutil.which("redis-server") else "valkey"
+DAILY_ENGINE = "redis" if shutil.which("redis-server") else "valkey"
 ENGINE_PARAMS = tuple(
-    engine if engine == _DAILY_ENGINE else pytest.param(engine, marks=pytest.mark.long) for engine in ENGINES
+    engine if engine == DAILY_ENGINE else pytest.param(engine, marks=pytest.mark.long) for engine in ENGINES
 )
 """Engine of the daily tests, and the other one for `make conformance`."""
 _START_TRIES = 5

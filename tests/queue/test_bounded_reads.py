@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator
 import pytest
 import redis
 
+from dispatcher.queue.lua_files import TEXTS
 from dispatcher.queue.redis.producer import ResultBox, iterate_kept_results
-from dispatcher.queue.redis.script_calls import read_outbox
+from dispatcher.queue.redis.steps.outbox import read_outbox
 from tests.paths import DOCS, ROOT
 from tests.queue.factories import NAMES, OwnerAndAdmin, answer, claim, member, queues
 from tests.queue.servers import Server
@@ -58,8 +59,8 @@ def admin(any_server: Server) -> redis.Redis:
 def reads_of_scripts() -> set[str]:
     """Return `COMMAND key` for each call in a Lua script that reads data which other programs may write."""
     found = set()
-    for script in (ROOT / "dispatcher" / "queue" / "lua").glob("*.lua"):
-        text = re.sub(r"--.*", "", script.read_text(encoding="utf-8"))
+    for script in TEXTS.values():
+        text = re.sub(r"--.*", "", script)
         for command, what in re.findall(r"call\('([A-Z]+)', ([A-Za-z_]+(?:\([^()]*\)|\[[^\]]*\])?)", text):
             if command in READS:
                 found.add(f"{command} {what}")
@@ -78,8 +79,8 @@ def reads_of_modules() -> set[str]:
 
 
 def test_documented_reads_are_the_reads_of_the_code() -> None:
-    page = (DOCS / "explanation" / "security.md").read_text(encoding="utf-8")
-    section = page.partition("\n## What is read of what others wrote\n")[2].partition("\n## ")[0]
+    page = (DOCS / "contributing" / "threats.md").read_text(encoding="utf-8")
+    section = page.partition("\n## Input that others write\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (?!what \||-)[^|]+\| [^|]+\| ([^|]+) \|", section, re.MULTILINE)
     reply = {read for row in rows for read in re.findall(r"`([^`]+)`", row)}
     assert reply == reads_of_scripts() | reads_of_modules()

@@ -15,45 +15,35 @@ import pytest
 import redis.asyncio
 from redis.crc import key_slot
 
-from dispatcher.core.sequences.decisions import SequenceTerms, TurnEnd
-from dispatcher.core.sequences.turns import Turn
-from dispatcher.ports import DeadLetter, PinRequest, Release
+from dispatcher.features.models.queue.waiting import ModelWait
+from dispatcher.features.models.registry import PinRequest
+from dispatcher.features.sequences.decisions import (
+    SequenceTerms,
+)
+from dispatcher.features.sequences.queue.secret import get_secret_key
+from dispatcher.features.sequences.queue.turn_end import TurnEnd
+from dispatcher.features.sequences.turns import Turn
 from dispatcher.queue.constants import LUA_CONSTANTS
+from dispatcher.queue.contract import DeadLetter, Release
 from dispatcher.queue.keys import (
-    MODEL_REGISTRY_KEYS,
     POOL_KEYS,
     SCRIPT_KEYS,
     QueueNameError,
     QueueNames,
     parse_queue_name,
 )
+from dispatcher.queue.lua_files import FEATURE_POOL_KEYS, TEXTS, parse_header, split_list
 from dispatcher.queue.redis.owner import RedisQueue
-from tests.paths import DOCS, ROOT
+from tests.paths import DOCS
 from tests.queue.factories import OwnerAndAdmin, answer, claim, claim_one, queues, submission
 from tests.queue.servers import Server
 from tests.support import require_tool
 
 PAGE = (DOCS / "reference" / "queue-contract.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```\w+\n(.*?)```", PAGE, re.DOTALL))
-SCRIPTS = sorted((ROOT / "dispatcher" / "queue" / "lua").glob("*.lua"))
-FRAGMENTS = {
-    "byte_order",
-    "common",
-    "claim_again",
-    "claim_next",
-    "list_ttl",
-    "queue_order",
-    "cancel_markers",
-    "waiting_for_model",
-    "max_pending",
-    "named_streams",
-    "require_commands",
-    "write_results",
-    "owner_commands",
-    "sequences",
-    "time",
-    "model_registry",
-}
+HEADERS = {name: parse_header(text) for name, text in TEXTS.items()}
+FRAGMENTS = {name for header in HEADERS.values() for name in split_list(header.get("Uses", ""))}
+FRAGMENTS |= {name for name, header in HEADERS.items() if {"Feature", "Hooks"} & header.keys()}
 QWEN = QueueNames("batch:{qwen}:requests", "batch:{qwen}:results")
 
 
@@ -117,7 +107,12 @@ async def test_documented_keys_are_the_existing_keys(
     names = {"<queue>": QWEN.queue, "<prefix>": QWEN.queue_prefix, "<pool>": QWEN.pool_prefix}
     listed = {re.sub("<(?:queue|prefix|pool)>", lambda of: names[of[0]], key): kind for key, kind in rows}
     own = {key: kind for key, kind in listed.items() if "<" not in key}
-    assert set(own) == {*QWEN.script_keys, *QWEN.model_registry_keys, QWEN.sequence_secret_key}
+    assert set(own) == {
+        *QWEN.script_keys,
+        *QWEN.feature_pool_keys,
+        get_secret_key(QWEN),
+        QWEN.identities_key,
+    }
     passing = [
         key.partition("<")[0] for key in listed if key.startswith(f"{QWEN.queue_prefix}:") and "<" in key
     ]
@@ -133,7 +128,8 @@ async def test_documented_keys_are_the_existing_keys(
     assert await queue.cancel_request("r-7", "t")
     leases = (await claim(queue, 7)).leases
     await create_sequences_of_every_kind(queue)
-    await queue.queue_admin.get_or_create_sequence_secret()
+    await queue.get_or_create_sequence_secret()
+    await queue.share_pool_identity(b"east", 30.0)
     await queue.cancel_sequence("z")
     await queue.release([Release(leases[0]), Release(leases[1], delay_s=60)])
     await queue.move_to_dead_letters([DeadLetter(answer(leases[2]), "why")])
@@ -143,7 +139,7 @@ async def test_documented_keys_are_the_existing_keys(
         last = next(one for one in (await claim(queue, 2)).leases if one.entry_id == leases[3].entry_id)
         await client.zadd(f"{QWEN.queue_prefix}:leases", {f"{last.entry_id}:a": 0}, xx=True)
     await queue.sweep()
-    await queue.release([Release(leases[4]), Release(leases[5], missing_model="m")])
+    await queue.release([Release(leases[4]), Release(leases[5], extra=ModelWait("m"))])
     await queue.release([Release(leases[6], progress=b"part 1")])
     await queue.submit([submission("waits")])
     await queue.pause("me", "why")
@@ -171,28 +167,26 @@ async def create_sequences_of_every_kind(queue: OwnerAndAdmin) -> None:
     a, b, c = Turn("a"), Turn("b"), Turn("c")
     await queue.claim_turns([(leases[0], a), (leases[1], b), (leases[2], b), (leases[3], b)], terms)
     end = TurnEnd(a, sticky_token="t", conversation=b"so far")
-    await queue.settle([answer(leases[0]).copy_with(turn_end=end)])
+    await queue.settle([answer(leases[0]).copy_with(extra=end)])
     await queue.abort_sequence("b", "why")
     (again,) = (await claim(queue, 1)).leases
     await queue.claim_turns([(leases[4], c), (again, Turn("d"))], terms)
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_every_script_is_on_the_page_and_states_its_guarantees(script: Any) -> None:
-    if script.stem in FRAGMENTS:
-        return
-    assert f"`{script.stem}`" in PAGE.partition("## Steps")[2]
-    head = re.match(r"(?:--[^\n]*\n)+", script.read_text(encoding="utf-8"))
+@pytest.mark.parametrize("script", sorted(TEXTS.keys() - FRAGMENTS))
+def test_every_script_is_on_the_page_and_states_its_guarantees(script: str) -> None:
+    assert f"`{script}`" in PAGE.partition("## Steps")[2]
+    head = re.match(r"(?:--[^\n]*\n)+", TEXTS[script])
     assert head is not None
     for part in ("-- Keys: ", "-- Returns ", "-- Guarantees: "):
-        assert part in head[0], f"{script.name}: its head lacks {part!r}"
+        assert part in head[0], f"{script}: its head lacks {part!r}"
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_shared_constants_are_defined_in_python_only(script: Any) -> None:
-    locals_ = re.findall(r"^local ([A-Z_, ]+) =", script.read_text(encoding="utf-8"), re.MULTILINE)
+@pytest.mark.parametrize("script", sorted(TEXTS))
+def test_shared_constants_are_defined_in_python_only(script: str) -> None:
+    locals_ = re.findall(r"^local ([A-Z_, ]+) =", TEXTS[script], re.MULTILINE)
     named = {name.strip() for names in locals_ for name in names.split(",")}
-    assert named & {*LUA_CONSTANTS, *SCRIPT_KEYS, *MODEL_REGISTRY_KEYS, "KEY_COUNT", "KEY_TYPES"} == set()
+    assert named & {*LUA_CONSTANTS, *SCRIPT_KEYS, *FEATURE_POOL_KEYS, "KEY_TYPES"} == set()
 
 
 @pytest.mark.parametrize(
@@ -207,8 +201,7 @@ def test_all_keys_share_the_slot_of_the_queue(queue: str, prefix: str) -> None:
     names = QueueNames(queue, "results")
     assert names.queue_prefix == prefix
     assert {
-        key_slot(key.encode())
-        for key in (*names.script_keys, *names.model_registry_keys, names.reply_key("x"))
+        key_slot(key.encode()) for key in (*names.script_keys, *names.feature_pool_keys, names.reply_key("x"))
     } == {key_slot(queue.encode())}
 
 
@@ -218,8 +211,8 @@ def test_queues_of_a_pool_share_only_the_keys_of_the_pool() -> None:
     assert shared == {f"{QWEN.queue_prefix}:{suffix}" for suffix, _ in POOL_KEYS.values()}
     assert {key_slot(key.encode()) for key in urgent.script_keys} == {key_slot(QWEN.queue.encode())}
     assert urgent.paused_key == QWEN.paused_key
-    assert urgent.model_registry_keys == QWEN.model_registry_keys
-    assert not set(QWEN.model_registry_keys) & set(QWEN.script_keys)
+    assert urgent.feature_pool_keys == QWEN.feature_pool_keys
+    assert not set(QWEN.feature_pool_keys) & set(QWEN.script_keys)
     assert urgent.find_list_problem(f"{QWEN.queue_prefix}:made-up") is not None
 
 
@@ -239,7 +232,7 @@ def test_names_with_stray_braces_are_rejected(queue: str) -> None:
 def test_name_of_a_lasting_key_shows_its_queue(queue: str) -> None:
     names = QueueNames(queue, "results")
     assert {
-        parse_queue_name(key) for key in (*names.script_keys, *names.model_registry_keys) if key != queue
+        parse_queue_name(key) for key in (*names.script_keys, *names.feature_pool_keys) if key != queue
     } == {queue}
     assert (
         parse_queue_name(names.result_list_for_id("r-1")) is parse_queue_name(names.active_key("r-1")) is None

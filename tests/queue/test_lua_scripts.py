@@ -10,20 +10,10 @@ import redis.asyncio
 from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis import lua_scripts
 from dispatcher.queue.redis.backend import Backend
-from dispatcher.queue.redis.lua_scripts import Row, load_script
+from dispatcher.queue.redis.lua_scripts import load_script
 
 NAMES = QueueNames("batch:{pool}:requests", "batch:{pool}:results")
 SCRIPTS = sorted(lua_scripts._LUA)
-
-
-class LeaseRow(Row):
-    entry_id: int
-    token: str
-
-
-class SwappedRow(Row):
-    token: str
-    entry_id: int
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -45,7 +35,7 @@ def test_every_declared_argument_is_used(name: str) -> None:
 def test_arguments_are_encoded_in_the_declared_order() -> None:
     encoded = load_script("renew").encode_arguments(
         {
-            "leases": [LeaseRow(entry_id=7, token="t-7"), LeaseRow(entry_id=8, token="t-8")],
+            "leases": [{"entry_id": 7, "token": "t-7"}, {"entry_id": 8, "token": "t-8"}],
             "lease_s": 30.0,
             "owner": "a",
             "owner_timeout_s": 5,
@@ -69,8 +59,9 @@ def test_call_with_other_arguments_is_rejected() -> None:
 
 def test_rows_with_other_columns_are_rejected() -> None:
     (leases,) = load_script("renew").lists
+    assert leases.encode([{"token": "t-7", "entry_id": 7}]) == [1, 7, "t-7"]
     with pytest.raises(TypeError, match="entry_id"):
-        leases.encode([SwappedRow(entry_id=7, token="t-7")])
+        leases.encode([{"entry": 7, "token": "t-7"}])
 
 
 async def test_values_of_each_kind_reach_a_script(
@@ -98,7 +89,7 @@ return {
             "no": False,
             "terms": {"max": 3},
             "no_terms": None,
-            "rows": [LeaseRow(entry_id=7, token="t-7"), LeaseRow(entry_id=8, token="t-8")],
+            "rows": [{"entry_id": 7, "token": "t-7"}, {"entry_id": 8, "token": "t-8"}],
             "plain": [4, 5],
         },
         keys={"FIRST": "a-key"},

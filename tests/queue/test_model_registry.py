@@ -8,23 +8,31 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from dispatcher.ports import ModelRegistryState, PinRequest, QueueUnavailableError
-from dispatcher.queue.constants import MAX_MARKERS, MAX_PIN_S, MODEL_IN_USE_S, WARM_MARKER_S, WARM_UP_LOCK_S
-from dispatcher.queue.keys import MODEL_REGISTRY_KEYS, QueueNames
-from dispatcher.queue.redis.model_registry import pin_versions
+from dispatcher.features.models.queue.registry import pin_versions
+from dispatcher.features.models.queue.registry_rules import (
+    MAX_MARKERS,
+    MAX_PIN_S,
+    MODEL_IN_USE_S,
+    WARM_MARKER_S,
+    WARM_UP_LOCK_S,
+)
+from dispatcher.features.models.registry import ModelRegistryState, PinRequest
+from dispatcher.queue.keys import QueueNames
+from dispatcher.queue.lua_files import FEATURE_POOL_KEYS
+from dispatcher.requests.submission import QueueUnavailableError
 from tests.queue.factories import NAMES, OwnerAndAdmin, answer, claim, queues, submission
 from tests.queue.key_checks import assert_drained, assert_only_known_keys
 from tests.queue.servers import Server
 
 PAIR = ("qwen-v1", "10.0.0.1:8000")
-AT = dict(zip(MODEL_REGISTRY_KEYS, NAMES.model_registry_keys, strict=True))
+AT = dict(zip(FEATURE_POOL_KEYS, NAMES.feature_pool_keys, strict=True))
 
 
 @pytest.fixture
 async def queue(any_server: Server, client: redis.asyncio.Redis) -> AsyncIterator[OwnerAndAdmin]:
     async with queues(any_server.url, "a") as (one,):
         yield one
-    await assert_only_known_keys(client, NAMES, *NAMES.model_registry_keys)
+    await assert_only_known_keys(client, NAMES, *NAMES.feature_pool_keys)
 
 
 async def fill_registry(queue: OwnerAndAdmin) -> ModelRegistryState:
@@ -67,7 +75,7 @@ async def test_registries_of_two_pools_are_independent(
         assert await other.take_warm_up_lock("qwen-v2", PAIR[1])
         pinned = await other.pin_versions([PinRequest("chat-7", "qwen-v2", ["qwen-v1", "qwen-v2"], 100)])
         assert pinned == ["qwen-v2"]
-    await client.delete(*theirs.model_registry_keys)
+    await client.delete(*theirs.feature_pool_keys)
 
 
 async def test_pins_last_as_long_as_the_longest_of_them(
@@ -129,7 +137,7 @@ async def write_entry(client: redis.asyncio.Redis, key: str, kind: str) -> None:
         await client.zadd(key, value)
 
 
-@pytest.mark.parametrize("name", MODEL_REGISTRY_KEYS)
+@pytest.mark.parametrize("name", FEATURE_POOL_KEYS)
 async def test_foreign_key_in_the_registry_is_kept_ignored_and_reported(
     queue: OwnerAndAdmin, client: redis.asyncio.Redis, name: str
 ) -> None:
@@ -139,7 +147,7 @@ async def test_foreign_key_in_the_registry_is_kept_ignored_and_reported(
     await client.delete(AT[name])
     await write_entry(client, AT[name], "list")
     for reply in (await fill_registry(queue), await queue.read_model_registry()):
-        kind = MODEL_REGISTRY_KEYS[name][1]
+        kind = FEATURE_POOL_KEYS[name][1]
         assert reply.problem == f"{AT[name]} holds a list, not a {kind}"
         assert (reply.warm_markers == whole.warm_markers) is (name != "WARM_MARKERS")
         assert (reply.models_in_use == whole.models_in_use) is (name != "MODELS_IN_USE")
@@ -166,21 +174,21 @@ async def test_foreign_key_in_the_registry_is_kept_ignored_and_reported(
 async def test_foreign_keys_in_the_registry_stop_no_other_step(
     queue: OwnerAndAdmin, client: redis.asyncio.Redis
 ) -> None:
-    for key in NAMES.model_registry_keys:
+    for key in NAMES.feature_pool_keys:
         await write_entry(client, key, "list")
     await queue.submit([submission("r-1")])
     (lease,) = (await claim(queue)).leases
     assert await queue.settle([answer(lease)]) == ["done"]
     await queue.sweep()
     reply = await queue.refresh_warm_markers([PAIR], [PAIR], ["qwen-v1"])
-    assert reply.problem.count("holds a list") == len(MODEL_REGISTRY_KEYS)
+    assert reply.problem.count("holds a list") == len(FEATURE_POOL_KEYS)
     assert (reply.warm_markers, reply.models_in_use, reply.labels, reply.drained_models) == (
         frozenset(),
         frozenset(),
         {},
         {},
     )
-    await client.delete(*NAMES.model_registry_keys)
+    await client.delete(*NAMES.feature_pool_keys)
 
 
 ODD = [

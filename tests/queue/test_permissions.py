@@ -16,36 +16,36 @@ import redis
 from redis.exceptions import NoPermissionError
 
 from dispatcher.client import BatchClient, Item, NoResultError, QueueUnreachableError
-from dispatcher.core.requests.request import Request, parse_member
-from dispatcher.core.requests.result import encode_answer
-from dispatcher.ports import (
-    CallRefusedError,
+from dispatcher.features.models.queue.calls import ModelAdminCalls
+from dispatcher.features.models.registry import PinRequest
+from dispatcher.features.named_streams.redis_streams import get_stream_keys
+from dispatcher.queue.contract import (
     DeadLetter,
     Lease,
     Overload,
-    PinRequest,
-    QueueUnavailableError,
     Release,
     Settlement,
     SettleStatus,
     UnleasedRequest,
 )
 from dispatcher.queue.keys import QueueNames
+from dispatcher.queue.lua_files import TEXTS
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.owner import RedisQueue
 from dispatcher.queue.redis.permissions import list_required_permissions
 from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 from dispatcher.queue.redis.server_report import inspect_server
+from dispatcher.requests.request import Request, parse_member
+from dispatcher.requests.result import encode_answer
+from dispatcher.requests.submission import CallRefusedError, QueueUnavailableError
 from dispatcher.telemetry.events import Event, divert_events
-from tests.batch_files import make_line
-from tests.paths import ROOT
+from tests.features.batch_files.files import make_line
 from tests.queue.factories import OwnerAndAdmin, answer, claim, member, permit, queues, submission
 from tests.queue.redis_users import ROLES, commands, grant, rules, url_of
 from tests.queue.servers import Server
 from tests.support import wait_until
 
 QWEN = QueueNames("batch:{qwen}:requests", "batch:{qwen}:results")
-LUA = ROOT / "dispatcher" / "queue" / "lua"
 NEVER, PAST = 2_000_000_000, 1_700_000_000
 """Deadlines: of no test's time, and of none any more."""
 WRITES = {"ZADD", "ZREM", "ZPOPMIN", "ZREMRANGEBYRANK", "HSET", "HDEL", "HINCRBY", "SET", "DEL", "LPUSH"}
@@ -88,7 +88,7 @@ def expect_all_commands_used(admin: redis.Redis, role: str) -> Iterator[None]:
 
 def list_commands(script: str) -> list[str]:
     """Return the commands of a script, in the order of its lines."""
-    return re.findall(r"call\('([A-Z]+)'", (LUA / f"{script}.lua").read_text(encoding="utf-8"))
+    return re.findall(r"call\('([A-Z]+)'", TEXTS[script])
 
 
 def test_check_requires_the_permissions_that_the_page_lists() -> None:
@@ -115,11 +115,19 @@ def test_each_step_of_an_owner_checks_the_commands_of_all_steps() -> None:
         "sequences",
         "claim_turns",
         "find_remaining_requests",
+        "models",
         "waiting_for_model",
+        "slices",
+        "store_progress",
+        "continue_slices",
+        "slots",
+        "end_turns",
+        "claim_next",
+        "sweep_sequences",
         "return_waiting_for_models",
         "count_waiting_by_model",
     )
-    asked = re.findall(r"'([A-Z]+)'", (LUA / "owner_commands.lua").read_text(encoding="utf-8"))
+    asked = re.findall(r"'([A-Z]+)'", TEXTS["owner_commands"])
     assert set(asked) == {name for step in steps for name in list_commands(step)}
 
 
@@ -136,9 +144,7 @@ def test_each_step_of_an_owner_checks_the_commands_of_all_steps() -> None:
     ],
 )
 def test_every_other_writing_script_checks_permissions_before_it_writes(script: str) -> None:
-    before, asked, after = re.split(
-        r"^require_commands\((.*)\)$", (LUA / f"{script}.lua").read_text(encoding="utf-8"), flags=re.MULTILINE
-    )
+    before, asked, after = re.split(r"^require_commands\((.*)\)$", TEXTS[script], flags=re.MULTILINE)
     assert not set(re.findall(r"call\('([A-Z]+)'", before)) & WRITES
     of_fragments = {"HDEL"} if "delete_entries(" in after else set()  # of common.lua
     of_fragments |= {"SET", "GETRANGE", "DEL"} if "mark_active(" in after else set()  # of cancel_markers.lua
@@ -148,7 +154,7 @@ def test_every_other_writing_script_checks_permissions_before_it_writes(script: 
 
 
 def test_sequence_admin_checks_permissions_before_it_runs_any_command() -> None:
-    text = (LUA / "sequence_admin.lua").read_text(encoding="utf-8")
+    text = TEXTS["sequence_admin"]
     before, asked, _ = re.split(r"^require_commands\((.*)\)$", text, flags=re.MULTILINE)
     assert "call(" not in before
     needs = {
@@ -167,7 +173,7 @@ def test_sequence_admin_checks_permissions_before_it_runs_any_command() -> None:
 )
 def test_model_registry_scripts_check_permissions_before_they_write(script: str) -> None:
     """The functions of model_registry.lua count as well."""
-    text = (LUA / f"{script}.lua").read_text(encoding="utf-8")
+    text = TEXTS[script]
     before, asked, _ = re.split(r"\brequire_commands\((.*)\)", text, flags=re.MULTILINE)
     assert "call(" not in before
     needs = {*list_commands(script), "TIME", "TYPE"}
@@ -300,10 +306,10 @@ async def test_operator_role_covers_the_client_and_the_command_line(
         await queue_admin.pause("me", "why")
         assert await queue_admin.read_pause() == ("me", "why")
         await queue_admin.resume()
-        await queue_admin.set_label("qwen", "stable", "1", "me")
-        await queue_admin.drain_version("qwen-v1", "me")
-        assert set((await queue_admin.read_model_registry()).drained_models) == {"qwen-v1"}
-        assert await queue_admin.undrain_version("qwen-v1")
+        await ModelAdminCalls(queue_admin).set_label("qwen", "stable", "1", "me")
+        await ModelAdminCalls(queue_admin).drain_version("qwen-v1", "me")
+        assert set((await ModelAdminCalls(queue_admin).read_model_registry()).drained_models) == {"qwen-v1"}
+        assert await ModelAdminCalls(queue_admin).undrain_version("qwen-v1")
         async with dispatcher(any_server, dead_max=9) as queue:
             (lease,) = (await claim(queue)).leases
             result = encode_answer(handle.id, 200, b"ok", token=handle.token)
@@ -330,7 +336,7 @@ async def test_operator_role_covers_the_client_and_the_command_line(
                 await nightly.result("never-submitted", timeout=0.1)
             stream = nightly.stream([Item({"prompt": "hi"}, id="r-1")], name="nightly")
             waiting = asyncio.create_task(anext(stream))
-            await wait_until(lambda: admin.exists(QWEN.stream_keys("nightly")[0]))
+            await wait_until(lambda: admin.exists(get_stream_keys(QWEN, "nightly")[0]))
             waiting.cancel()
             await asyncio.wait([waiting])
             assert (await nightly.stream_status("nightly")).unconsumed == 1

@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import pytest
@@ -15,25 +15,26 @@ import redis.asyncio
 import redis.asyncio.cluster
 
 from dispatcher.client import BatchClient
-from dispatcher.core.gateway.outcome import RetryPolicy
-from dispatcher.core.limit.budget import Policy, Reading, Signal
-from dispatcher.core.limit.limiter import Limiter
-from dispatcher.core.sequences.decisions import SequenceTerms, TurnEnd, TurnGranted, TurnWaits
-from dispatcher.core.sequences.turns import Turn
-from dispatcher.dispatch import Dispatcher, Journal, Options
-from dispatcher.ports import (
-    ClaimResult,
-    Permit,
-    PinRequest,
-    QueueUnavailableError,
-    Release,
-    ReturnedRequests,
-    SettleStatus,
+from dispatcher.features.all_features import AllFeatures
+from dispatcher.features.models.queue.waiting import ModelWait, ReturnedRequests
+from dispatcher.features.models.registry import PinRequest
+from dispatcher.features.sequences.decisions import (
+    SequenceTerms,
+    TurnGranted,
+    TurnWaits,
 )
+from dispatcher.features.sequences.queue.turn_end import TurnEnd
+from dispatcher.features.sequences.turns import Turn
+from dispatcher.kernel import Dispatcher, Journal, Options
+from dispatcher.limit.budget import Policy, Reading, Signal
+from dispatcher.limit.limiter import Limiter
+from dispatcher.queue.contract import Release, SettleStatus
 from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis.connect import connect
-from dispatcher.queue.redis.owner import RedisQueue
+from dispatcher.queue.redis.owner import QueueOptions, RedisQueue
 from dispatcher.queue.redis.server_report import inspect_server
+from dispatcher.requests.outcomes.outcome import RetryPolicy
+from dispatcher.requests.submission import QueueUnavailableError
 from dispatcher.telemetry.metrics import Metrics
 from tests.client.fake_dispatcher import FakeDispatcher
 from tests.queue.factories import (
@@ -68,6 +69,8 @@ async def client(cluster: ClusterSet) -> AsyncIterator[redis.asyncio.cluster.Red
         with node.client() as blocking:
             blocking.flushall()
     found = redis.asyncio.cluster.RedisCluster.from_url(cluster.url.replace("+cluster", "").split(",")[0])
+    # Otherwise the first call would find the nodes, which may ask one that a test has frozen.
+    await found.initialize()
     yield found
     await found.aclose()
 
@@ -83,6 +86,8 @@ async def queue(cluster: ClusterSet, client: object) -> AsyncIterator[OwnerAndAd
 async def queue_with_short_timeout(cluster: ClusterSet, client: object) -> AsyncIterator[OwnerAndAdmin]:
     """Yield a queue that waits as long as in production for a node that does not answer."""
     async with queues(cluster.url, "a") as (one,):
+        # Without a timeout, because finding the nodes takes long on a busy machine.
+        await one.backend.scripts.client.initialize()
         yield one
 
 
@@ -229,13 +234,15 @@ async def test_result_for_an_unreachable_node_is_kept_until_the_node_is_back(
     away = cluster.node_of(elsewhere)
     await queue_with_short_timeout.submit([submission("r-1"), submission("r-2")])
     leases = (await claim(queue_with_short_timeout)).leases
+    clock = asyncio.get_running_loop().time
     with away.frozen():
+        first_started_at = clock()
         assert await queue_with_short_timeout.settle([answer(leases[0], elsewhere)]) == [SettleStatus.DONE]
         # Results for other lists are delivered without waiting for that node again and again.
-        started = asyncio.get_running_loop().time()
+        started_at = clock()
         assert await queue_with_short_timeout.settle([answer(leases[1])]) == [SettleStatus.DONE]
         await queue_with_short_timeout.sweep()
-        assert asyncio.get_running_loop().time() - started < 0.9
+        assert clock() - started_at < (started_at - first_started_at) / 2
         assert (await queue_with_short_timeout.count_requests()).leased == 0
         assert await client.zcard(NAMES.outbox_key) == 1
     await wait_until(lambda: is_delivered(queue_with_short_timeout, client), 20)
@@ -276,13 +283,15 @@ async def test_results_for_an_unreachable_list_do_not_delay_others(
 async def test_wake_up_reaches_owners_on_other_nodes(
     cluster: ClusterSet, client: redis.asyncio.cluster.RedisCluster
 ) -> None:
-    async with queues(cluster.url, "a", "b", poll_s=5) as (hearing, submitting), asyncio.TaskGroup() as tasks:
-        started = asyncio.get_running_loop().time()
+    async with (
+        queues(cluster.url, "a", "b", poll_s=600) as (hearing, submitting),
+        asyncio.TaskGroup() as tasks,
+    ):
         waiting = tasks.create_task(hearing.wait_for_work())
         await wait_until(lambda: hearing._wake_ups._subscription is not None)
         await submitting.submit([submission("r-1")])
-        await waiting
-        assert asyncio.get_running_loop().time() - started < 4
+        async with asyncio.timeout(60):
+            await waiting
 
 
 async def test_release_and_sweep_work_on_a_cluster(queue: OwnerAndAdmin) -> None:
@@ -306,7 +315,7 @@ async def test_sequence_runs_in_order_on_a_cluster(queue: OwnerAndAdmin) -> None
     said = (await queue.claim_turns(turns, SequenceTerms())).decisions
     assert [type(one) for one in said] == [TurnWaits, TurnWaits, TurnGranted]
     await queue.settle(
-        [answer(leases[2]).copy_with(turn_end=TurnEnd(turns[2][1], has_failed=True, cause="it broke"))]
+        [answer(leases[2]).copy_with(extra=TurnEnd(turns[2][1], has_failed=True, cause="it broke"))]
     )
     unserved = await queue.find_remaining_requests(9)
     assert [(one.error_code, one.message) for one in unserved] == [("SEQUENCE_ABORTED", "it broke")] * 2
@@ -322,9 +331,9 @@ async def test_requests_that_wait_for_a_model_are_returned_cancelled_and_ended_o
     await queue.submit([submission(f"r-{number}", token="t") for number in range(3)])
     await queue.submit([submission("late", 1_700_000_000, token="t")])
     leases = (await claim(queue)).leases
-    await queue.release([Release(lease, missing_model="m") for lease in leases])
+    await queue.release([Release(lease, extra=ModelWait("m")) for lease in leases])
     assert await queue.cancel_request("r-2", "t")
-    assert (await queue.sweep()).cancelled_count == 1
+    assert (await queue.sweep()).freed_count == 1
     (late,) = await queue.find_overdue(9)
     assert await queue.settle_unleased([(late, answer(leases[0]))]) == 1
     assert await queue.count_waiting_by_model() == {"m": 2}
@@ -348,45 +357,55 @@ async def test_model_registry_is_shared_on_a_cluster(queue: OwnerAndAdmin) -> No
     assert await queue.undrain_version("qwen-v2")
 
 
-class CountingQueue(RedisQueue):
-    """Queue that counts its claimed requests."""
-
-    record_claim = 0
-
-    async def claim(self, max_count: int, nonce: str, permit: Permit, **how: Any) -> ClaimResult:
-        claimed = await super().claim(max_count, nonce, permit, **how)
-        self.record_claim += len(claimed.leases)
-        return claimed
-
-
-async def test_no_request_is_sent_while_the_node_of_its_cancel_marker_is_unreachable(
+async def test_only_requests_wait_whose_cancel_markers_are_on_an_unreachable_node(
     client: redis.asyncio.cluster.RedisCluster, cluster: ClusterSet
 ) -> None:
-    """A request whose cancel marker cannot be read waits, and is not claimed again and again."""
-    names = (f"r-{number}" for number in range(1000))
     home = cluster.node_of(NAMES.queue)
-    name = next(one for one in names if cluster.node_of(f"request-cancel:{one}") is not home)
-    gateway, queue = InstantGateway(), CountingQueue(connect(cluster.url), NAMES, "a", attempt_timeout_s=0.5)
+    names = [f"r-{number}" for number in range(100)]
+    held = next(name for name in names if cluster.node_of(f"request-cancel:{name}") is not home)
+    away = cluster.node_of(f"request-cancel:{held}")
+    others = [name for name in names if cluster.node_of(f"request-cancel:{name}") is not away]
+    gateway = InstantGateway()
+    queue = RedisQueue(connect(cluster.url), NAMES, "a", QueueOptions(attempt_timeout_s=1.0))
     limiter = Limiter(Policy(max_sys=10, max_age_s=1e6), [Signal.REQUESTS])
     now = asyncio.get_running_loop().time()
     limiter.add_reading(Reading(Signal.REQUESTS, now, now, 0.0, 0.0, 10), now)
-    dispatcher = Dispatcher(queue, gateway, limiter, Options(RetryPolicy()), Journal(Metrics()))
-    await client.zadd(NAMES.queue, {member(name, token="t"): 1})
-    with cluster.node_of(f"request-cancel:{name}").frozen():
+    dispatcher = Dispatcher(
+        queue, gateway, limiter, Options(RetryPolicy()), Journal(Metrics()), build_features=AllFeatures
+    )
+    await client.zadd(NAMES.queue, {member(held, token="t"): 1})
+    assert await queue.check_cancelled([(held, "t")]) == [False], "the client knows the nodes"
+    with away.frozen():
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(dispatcher.run())
-            await wait_until(lambda: "markers" in (dispatcher.view.problem or ""))
-            told_at = asyncio.get_running_loop().time()
-            await wait_until(lambda: asyncio.get_running_loop().time() > told_at + 3, 10)
-            assert "markers" in (dispatcher.view.problem or "")
-            assert queue.record_claim == 1
-            assert (await queue.count_requests()).pending == 1
-            assert gateway.sent == []
-            os.kill(cluster.node_of(f"request-cancel:{name}").pid, signal.SIGCONT)
-            await wait_until(lambda: gateway.sent == [name], 10)
+            await wait_until(lambda: dispatcher.view.markers_problem is not None)
+            await client.zadd(NAMES.queue, {member(name, token="t"): 2 for name in others})
+            await wait_until(lambda: sorted(gateway.sent) == sorted(others), 20)
+            assert dispatcher.view.problem is None
+            os.kill(away.pid, signal.SIGCONT)
+            await wait_until(lambda: held in gateway.sent, 40)
+            await wait_until(lambda: dispatcher.view.markers_problem is None, 20)
             dispatcher.drain(5.0)
-    assert dispatcher.view.problem is None
     await queue.aclose()
+
+
+async def test_node_that_does_not_answer_delays_few_lookups_of_cancel_markers(
+    queue: OwnerAndAdmin, cluster: ClusterSet
+) -> None:
+    home = cluster.node_of(NAMES.queue)
+    name = next(
+        name
+        for name in (f"r-{number}" for number in range(100))
+        if cluster.node_of(f"request-cancel:{name}") is not home
+    )
+    # Time enough for the first call, which finds the nodes and loads the script.
+    async with queues(cluster.url, "b", attempt_timeout_s=3.0) as (impatient,):
+        assert await impatient.check_cancelled([(name, "t")]) == [False]
+        with cluster.node_of(f"request-cancel:{name}").frozen():
+            first: list[object] = list(await impatient.check_cancelled([(name, "t")]))
+            assert isinstance(first[0], QueueUnavailableError)
+            for _ in range(100):
+                assert await impatient.check_cancelled([(name, "t")]) == first, "the error is kept"
 
 
 async def test_documented_permissions_suffice_on_a_cluster(

@@ -11,22 +11,15 @@ import msgspec
 import pytest
 import redis.asyncio
 
-from dispatcher.ports import (
-    DeadLetter,
-    DeadRequest,
-    Lease,
-    QueueUnavailableError,
-    Release,
-    ReturnedRequests,
-    Settlement,
-    SettleStatus,
-    Submission,
-)
-from dispatcher.queue.keys import PROGRESS_KEYS, WAITING_FOR_MODEL_KEYS
+from dispatcher.features.models.queue.waiting import ModelWait, ReturnedRequests
+from dispatcher.queue.admin_contract import DeadRequest
+from dispatcher.queue.contract import DeadLetter, Lease, Release, Settlement, SettleStatus
+from dispatcher.queue.lua_files import LUA_FEATURES
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.owner import RedisQueue
 from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 from dispatcher.queue.redis.scripts import ScriptRunner
+from dispatcher.requests.submission import QueueUnavailableError, Submission
 from dispatcher.telemetry.events import Event, divert_events
 from tests.queue.factories import (
     NAMES,
@@ -149,20 +142,20 @@ async def test_foreign_key_under_a_queue_name_stops_each_step_before_its_first_w
     assert await queue.release([Release(lease)]) == [SettleStatus.DONE]
 
 
-@pytest.mark.parametrize("key", [suffix for suffix, _ in WAITING_FOR_MODEL_KEYS.values()])
+@pytest.mark.parametrize("key", [suffix for suffix, _ in LUA_FEATURES["models"].keys.values()])
 async def test_foreign_key_of_the_model_lane_stops_steps_that_write_there(
     queue: OwnerAndAdmin, client: redis.asyncio.Redis, key: str
 ) -> None:
     await queue.submit([submission(f"r-{number}", 1_700_000_000) for number in range(3)])
     first, second, third = (await claim(queue)).leases
-    await queue.release([Release(first, missing_model="m")])
+    await queue.release([Release(first, extra=ModelWait("m"))])
     (late,) = await queue.find_overdue(9)
     at = f"{NAMES.queue_prefix}:{key}"
     await client.rename(at, "aside")
     await client.set(at, "someone's")
     before = await dump(client)
     steps = [
-        lambda: queue.release([Release(second), Release(third, missing_model="m")]),
+        lambda: queue.release([Release(second), Release(third, extra=ModelWait("m"))]),
         lambda: queue.return_waiting_for_models(["m"]),
         lambda: queue.settle_unleased([(late, answer(first))]),
     ]
@@ -546,7 +539,7 @@ async def test_dead_requests_beyond_dead_max_are_dropped_oldest_first_and_report
     await assert_drained(client, NAMES)
 
 
-@pytest.mark.parametrize("key", [suffix for suffix, _ in PROGRESS_KEYS.values()])
+@pytest.mark.parametrize("key", [suffix for suffix, _ in LUA_FEATURES["slices"].keys.values()])
 async def test_foreign_key_of_progress_stops_steps_before_their_first_write(
     queue: OwnerAndAdmin, client: redis.asyncio.Redis, key: str
 ) -> None:

@@ -13,17 +13,19 @@ import pytest
 import redis.asyncio
 
 from dispatcher.cli.run import _loop_factory
-from dispatcher.core.gateway.outcome import RetryPolicy
-from dispatcher.core.limit.budget import Policy, Reading, Reason, Signal
-from dispatcher.core.limit.limiter import Limiter
-from dispatcher.core.requests.request import Rejection, parse_member
-from dispatcher.dispatch import Dispatcher, Journal, Options
-from dispatcher.ports import DeadLetter, Lease, QueueUnavailableError, Release, SettleStatus
+from dispatcher.features.all_features import AllFeatures
+from dispatcher.kernel import Dispatcher, Journal, Options
+from dispatcher.limit.budget import Policy, Reading, Reason, Signal
+from dispatcher.limit.limiter import Limiter
+from dispatcher.queue.contract import DeadLetter, Lease, Release, SettleStatus
 from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis.connect import QueueUrlError, connect
 from dispatcher.queue.redis.owner import RedisQueue
 from dispatcher.queue.redis.scripts import ScriptRunner
 from dispatcher.queue.redis.wake_ups import WakeUpListener
+from dispatcher.requests.outcomes.outcome import RetryPolicy
+from dispatcher.requests.request import Rejection, parse_member
+from dispatcher.requests.submission import QueueUnavailableError
 from dispatcher.telemetry.events import Event, divert_events
 from dispatcher.telemetry.metrics import Metrics
 from tests.queue.factories import (
@@ -197,7 +199,9 @@ async def survives(
         limiter = Limiter(Policy(max_sys=10, max_age_s=1e6), [Signal.REQUESTS])
         now = asyncio.get_running_loop().time()
         limiter.add_reading(Reading(Signal.REQUESTS, now, now, 0.0, 0.0, 10), now)
-        dispatcher = Dispatcher(queue, gateway, limiter, Options(RetryPolicy()), Journal(Metrics()))
+        dispatcher = Dispatcher(
+            queue, gateway, limiter, Options(RetryPolicy()), Journal(Metrics()), build_features=AllFeatures
+        )
         with divert_events(lambda event, _: heard.append(event)):
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(dispatcher.run())
@@ -318,10 +322,10 @@ def submit_large(size: int, deadline: int | None = None) -> bytes:
 
 
 async def test_large_member_gets_a_longer_timeout(relayed_server: Relay, client: redis.asyncio.Redis) -> None:
-    large, late = submit_large(2_000_000), submit_large(2_000_001, 1000)
+    large, late = submit_large(4_000_000), submit_large(4_000_001, 1000)
     await client.zadd(NAMES.queue, {late: 1000, large: 2**31, member("small"): 2**31 + 1})
-    async with queues(relayed_server.url, "a", attempt_timeout_s=1.0) as (queue,):
-        relayed_server.bytes_per_s = 1.3e6
+    async with queues(relayed_server.url, "a", attempt_timeout_s=2.5) as (queue,):
+        relayed_server.bytes_per_s = 1.4e6
         assert [item.member for item in await find_overdue_request(queue)] == [late]
         assert [lease.member for lease in (await claim(queue)).leases] == [late]
         assert [lease.member for lease in (await claim(queue)).leases] == [large]
@@ -333,6 +337,24 @@ async def find_overdue_request(queue: RedisQueue) -> list[Any]:
         if found := await queue.find_overdue(10):
             return list(found)
     return []
+
+
+async def test_larger_overdue_member_that_takes_the_place_of_another_is_found_later(
+    any_server: Server, client: redis.asyncio.Redis
+) -> None:
+    """A search asks for a large member with a second call. Meanwhile the member can be claimed."""
+    first, larger = submit_large(1_100_000, 1000), submit_large(1_200_000, 1000)
+    await client.zadd(NAMES.queue, {first: 1000})
+    async with queues(any_server.url, "a") as (queue,):
+        run_script = queue.backend.run_script
+
+        async def run_late(name: str, *arguments: Any, **options: Any) -> Any:
+            if name == "find_overdue" and options["size_bytes"] and await client.zrem(NAMES.queue, first):
+                await client.zadd(NAMES.queue, {larger: 1000})
+            return await run_script(name, *arguments, **options)
+
+        queue.backend.run_script = run_late  # type: ignore[method-assign, assignment]
+        assert [item.member for item in await find_overdue_request(queue)] == [larger]
 
 
 async def test_member_that_cannot_be_transferred_ends_as_too_large(
@@ -418,17 +440,17 @@ def test_password_that_breaks_its_url_is_not_shown(url: str) -> None:
 
 def test_scripts_are_read_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process without free file descriptors must be able to run a script for the first time."""
-    from dispatcher.queue.redis import lua_scripts
+    from dispatcher.queue.lua_files import TEXTS
+    from dispatcher.queue.redis.lua_scripts import load_script
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(Path, "open", refuse)
     monkeypatch.setattr(Path, "read_text", refuse)
-    names = [path.stem for path in Path(str(lua_scripts._FOLDER)).glob("*.lua")]
-    assert len(names) > 15
-    for name in names:
-        assert lua_scripts.load_script(name).text
+    assert len(TEXTS) > 50
+    for name in TEXTS:
+        assert load_script(name).text
 
 
 async def test_progress_that_the_server_does_not_take_is_left_out(small_value_server: Server) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import redis
 import redis.asyncio
 
-from dispatcher.core.requests.request import encode_member, parse_member
-from dispatcher.core.sequences.decisions import (
+from dispatcher.features.sequences.decisions import (
     SequenceTerms,
     TurnDecision,
-    TurnEnd,
     TurnGranted,
 )
-from dispatcher.core.sequences.turns import Turn
+from dispatcher.features.sequences.queue.calls import SequenceAdminCalls
+from dispatcher.features.sequences.queue.turn_end import TurnEnd
+from dispatcher.features.sequences.turns import Turn
 from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
+from dispatcher.requests.request import encode_member, parse_member
 from tests.queue.factories import NAMES, OwnerAndAdmin, answer, claim
 from tests.queue.servers import Server
 
@@ -30,21 +31,24 @@ async def next_turn(queue: OwnerAndAdmin, secret: str) -> TurnDecision:
     (lease,) = (await claim(queue)).leases
     (verdict,) = (await queue.claim_turns([(lease, turn)], SequenceTerms())).decisions
     end = TurnEnd(turn, conversation=b"[]") if isinstance(verdict, TurnGranted) else None
-    await queue.settle([answer(lease).copy_with(turn_end=end)])
+    await queue.settle([answer(lease).copy_with(extra=end)])
     return verdict
 
 
 async def test_cancel_marker_is_kept_as_long_as_earlier_requests_may_wait(
     any_server: Server, client: redis.asyncio.Redis
 ) -> None:
-    queue_admin, key = RedisQueueAdmin(client, NAMES), f"{NAMES.queue_prefix}:sequences:cancelled:s"
-    await queue_admin.cancel_sequence("s", None, 1000.0)
+    calls, key = (
+        SequenceAdminCalls(RedisQueueAdmin(client, NAMES)),
+        f"{NAMES.queue_prefix}:sequences:cancelled:s",
+    )
+    await calls.cancel_sequence("s", None, 1000.0)
     assert 900 < await client.ttl(key) <= 1000
-    await queue_admin.cancel_sequence("s", None, 10.0)
+    await calls.cancel_sequence("s", None, 10.0)
     assert 900 < await client.ttl(key) <= 1000, "the longer of the two applies"
-    await queue_admin.forget_sequence("s")
+    await calls.forget_sequence("s")
     assert 900 < await client.ttl(key) <= 1000
-    await queue_admin.cancel_sequence("t")
+    await calls.cancel_sequence("t")
     assert 600_000 < await client.ttl(f"{NAMES.queue_prefix}:sequences:cancelled:t") <= 604_800
 
 

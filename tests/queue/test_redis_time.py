@@ -12,7 +12,7 @@ import redis.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.ports import Lease, Overload, Permit, Release, UnleasedRequest
+from dispatcher.queue.contract import Lease, Overload, Permit, Release, UnleasedRequest
 from dispatcher.queue.redis.clock import ServerClock
 from dispatcher.queue.redis.owner import RedisQueue
 from tests.queue.factories import (
@@ -232,13 +232,16 @@ async def test_requests_of_a_dead_owner_return_within_its_lease(
         await dead.sweep()
         await claim_one(dead)
         died_at = time.monotonic()
+        sweeps_began_at = []
 
         async def reclaimed() -> bool:
+            sweeps_began_at.append(time.monotonic())
             return (await successor.sweep()).reclaimed_count == 1
 
         await wait_until(reclaimed, 10, every_s=0.2)
         again = await claim_one(successor)
-        assert time.monotonic() - died_at < 1.5 + 2
+        # The sweep that reclaims may be late on a busy machine, but none before it may have left the lease.
+        assert all(began_at - died_at < 1.5 + 2 for began_at in sweeps_began_at[:-1])
         assert (again.deliveries, again.deaths_as_suspect) == (2, 0)
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
-from dispatcher.ports import QueueUnavailableError, Release
+from dispatcher.queue.contract import Release
 from dispatcher.queue.redis.owner import RedisQueue
+from dispatcher.requests.submission import QueueUnavailableError
 from tests.queue.factories import NAMES, OwnerAndAdmin, claim, claim_one, member, queues, submission
 from tests.queue.key_checks import assert_only_known_keys
 from tests.queue.servers import Server, server

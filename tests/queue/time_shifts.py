@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 
 from dispatcher.lab.memory_queue import MemoryStore
-from dispatcher.queue.keys import MODEL_REGISTRY_KEYS, QueueNames
+from dispatcher.queue.keys import QueueNames
+from dispatcher.queue.lua_files import FEATURE_POOL_KEYS
 
 _TIMES = (1, 6, 7, 14)
 """Positions of last_active_at, began_at, gap_since and check_at in a record (sequences.lua)."""
@@ -44,7 +45,7 @@ def age_sequences_in_memory(store: MemoryStore, seconds: float) -> None:
 
 def age_model_registry_in_redis(raw: Any, names: QueueNames, seconds: float) -> None:
     """Move all times back. `raw` is a blocking client."""
-    at = dict(zip(MODEL_REGISTRY_KEYS, names.model_registry_keys, strict=True))
+    at = dict(zip(FEATURE_POOL_KEYS, names.feature_pool_keys, strict=True))
     for name in ("WARM_MARKERS", "WARM_UP_LOCKS", "MODELS_IN_USE", "PINS_LAST_USED"):
         for member in raw.zrange(at[name], 0, -1):
             raw.zincrby(at[name], -seconds, member)

@@ -129,4 +129,4 @@ def _fetch_packages(command: list[str], folder: Path) -> None:
 
 
 def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=500)

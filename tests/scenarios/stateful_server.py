@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock, Thread
 from typing import Any
 
-from dispatcher.core.requests.headers import SESSION_TOKEN
+from dispatcher.requests.headers import SESSION_TOKEN
 
 CALL_S, ITEM_S = 0.005, 0.0001
 """Duration of a call, and of each of its items. A server runs one call at a time."""

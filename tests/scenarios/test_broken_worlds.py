@@ -2,7 +2,7 @@
 
 A table lists the worlds with the health and its cause at both times. Each surface (/status, `status`, `top`,
 `explain`, metrics, log) must show both in the same sentence, and none may report idle work or stale values as
-current. The page shows the same fields of /status (tests/admin).
+current. The page shows the same fields of /status (tests/service/admin).
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ import pytest
 
 from dispatcher.cli import render
 from dispatcher.cli.overview import COUNT_NAMES, Overview
-from dispatcher.core.gateway.outcome import Outcome, RetryPolicy, Unreachable, classify_answer
-from dispatcher.core.health import Health
-from dispatcher.core.requests.request import Request
-from dispatcher.ports import CallRefusedError, QueueCounts
-from dispatcher.settings import Settings
+from dispatcher.limit.health import Health
+from dispatcher.requests.outcomes.outcome import Outcome, RetryPolicy, Unreachable, classify_answer
+from dispatcher.requests.queue_counts import QueueCounts
+from dispatcher.requests.request import Request
+from dispatcher.requests.submission import CallRefusedError
+from dispatcher.settings.model import Settings
 from dispatcher.telemetry import catalogue as series
 from dispatcher.telemetry.events import Event
 from dispatcher.telemetry.status import Status, decode_status
-from tests.app.limiter_status import build_limiter_status
 from tests.scenarios.virtual_stage import MetricsState, Stage, run_scenario
+from tests.service.limiter_status import build_context_status
 
 SETTINGS = Settings.model_validate({"gateway": {"url": "http://gw"}})
 NO_MODEL = b'{"error":{"message":"The model `x` does not exist.","type":"NotFoundError","code":404}}'
@@ -205,15 +206,7 @@ def get_shown_health(stage: Stage, queue_problem: str | None) -> str:
     (replica,) = stage.alive
     dispatcher = replica.dispatcher
     dispatcher.health.assess_health(stage.now)
-    status = build_limiter_status(
-        replica.limiter,
-        stage.now,
-        SETTINGS,
-        queue=dispatcher.view,
-        running=dispatcher.running_count,
-        recent=dispatcher.health.recent_attempts,
-        health=dispatcher.health.record,
-    )
+    status = build_context_status(dispatcher.context, stage.now, SETTINGS, health=dispatcher.health.record)
     status_json = status.to_dict()
     health, cause, sentence = (
         status_json["health"],

@@ -20,7 +20,7 @@ FILL_TIMEOUT_S = 20.0
 
 short_and_long = pytest.mark.parametrize(
     ("requests", "rounds"),
-    [(150, 3), pytest.param(500, 10, marks=[pytest.mark.long, pytest.mark.timeout(400)])],
+    [(200, 3), pytest.param(500, 10, marks=[pytest.mark.long, pytest.mark.timeout(400)])],
     ids=["short", "long"],
 )
 
@@ -34,7 +34,7 @@ def kill_repeatedly_when_full(dispatcher: Dispatcher, world: World, rounds: int)
     killed_at = None
     for _ in range(rounds):
         wait_until_sync(
-            lambda: world.in_flight() >= LIMIT, FILL_TIMEOUT_S, what="the pool to be full", every_s=0.005
+            lambda: world.is_filled(LIMIT), FILL_TIMEOUT_S, what="the pool to be full", every_s=0.005
         )
         if killed_at is not None:
             recovery_s.append(round(time.monotonic() - killed_at, 1))

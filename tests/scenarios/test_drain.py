@@ -18,8 +18,10 @@ from tests.support import free_port, running_process, wait_until_sync
 SLOTS = 68
 LIMIT = 64
 FILL_TIMEOUT_S = 20.0
-TRANSIT_S = 0.2
-"""Time within which requests sent before the signal arrive at the gateway."""
+TRANSIT_S = 2.0
+"""Time within which requests sent before the signal arrive at the gateway, also on a busy machine."""
+PROMPT_S = 30.0
+"""Longest time that the end of the process takes on a busy machine if it waits for nothing."""
 
 
 def fill_pool(stage: Stage, seconds: float, drain_s: float, requests: int = 200) -> tuple[World, Dispatcher]:
@@ -31,7 +33,7 @@ def fill_pool(stage: Stage, seconds: float, drain_s: float, requests: int = 200)
 
 
 def test_sigterm_lets_running_requests_finish_and_sends_no_more(stage: Stage) -> None:
-    world, dispatcher = fill_pool(stage, seconds=1.5, drain_s=30)
+    world, dispatcher = fill_pool(stage, seconds=3.0, drain_s=90)
     signalled_at = time.monotonic()
     assert dispatcher.terminate() == 0
     took_s = time.monotonic() - signalled_at
@@ -47,16 +49,16 @@ def test_sigterm_lets_running_requests_finish_and_sends_no_more(stage: Stage) ->
     stage.producer.collect()
     assert stage.producer.count_results() == {"200": len(log)}
     assert not stage.producer.find_duplicates()
-    assert took_s < 1.5 + 5, "the drain ends when nothing runs any more"
+    assert took_s < 3.0 + PROMPT_S, "the drain ends when nothing runs any more"
     print(f"{LIMIT} in flight: ended {took_s:.2f} s after SIGTERM")
 
 
 def test_requests_that_do_not_finish_in_time_are_released_at_once(stage: Stage) -> None:
-    world, dispatcher = fill_pool(stage, seconds=60, drain_s=1)
+    world, dispatcher = fill_pool(stage, seconds=90, drain_s=1)
     signalled_at = time.monotonic()
     assert dispatcher.terminate() == 0
     took_s = time.monotonic() - signalled_at
-    assert 1 <= took_s < 1 + 4
+    assert 1 <= took_s < 1 + PROMPT_S
     assert stage.producer.count_requests() == {"pending": 200, "leased": 0, "delayed": 0, "dead": 0}
     wait_until_sync(lambda: world.in_flight() == 0, 5, what="their connections to be closed")
     assert [entry.status for entry in world.log()] == [0] * LIMIT
@@ -96,7 +98,7 @@ def test_sigterm_ends_the_process_while_redis_does_not_answer(own_stage: Stage) 
     wait_until_sync(lambda: world.in_flight() >= LIMIT // 2, FILL_TIMEOUT_S, what="the pool to be filling")
     with own_stage.server.frozen():
         dispatcher.send_signal(signal.SIGTERM)
-        assert dispatcher.child.wait(1 + 10 + 8) == 0
+        assert dispatcher.child.wait(1 + 10 + PROMPT_S) == 0
     dispatcher.start()
     producer.wait_for_all(timeout_s=40)
     assert producer.count_results() == {"200": 300}
@@ -107,12 +109,12 @@ def test_sigterm_ends_the_process_while_redis_does_not_answer(own_stage: Stage) 
 def test_sigterm_ends_the_process_at_once_if_redis_was_never_reached(stage: Stage) -> None:
     world = stage.world()
     dispatcher = stage.dispatcher(
-        stage.settings(world, queue={"url": f"redis://127.0.0.1:{free_port()}"}, shutdown={"drain_s": 60})
+        stage.settings(world, queue={"url": f"redis://127.0.0.1:{free_port()}"}, shutdown={"drain_s": 90})
     )
     wait_until_sync(lambda: dispatcher.events("queue-unreachable"), 10, what="the dispatcher to notice")
     signalled_at = time.monotonic()
     assert dispatcher.terminate() == 0
-    assert time.monotonic() - signalled_at < 8, "no request is leased, so there is nothing to wait for"
+    assert time.monotonic() - signalled_at < PROMPT_S, "no request is leased, so there is nothing to wait for"
 
 
 SIGTERM_ON_STARTED_EVENT = """

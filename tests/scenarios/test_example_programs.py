@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.requests.request import Request, parse_member
-from dispatcher.core.requests.result import ErrorCode, encode_answer, encode_failure
+from dispatcher.requests.request import Request, parse_member
+from dispatcher.requests.result import ErrorCode, encode_answer, encode_failure
 from tests.scenarios.example_programs import EXAMPLES_DIR, PROGRAM_BUILDERS, build_go_program, run_program
 from tests.scenarios.processes import NAMES, Stage
 from tests.support import require_tool, wait_until_sync
@@ -21,10 +21,12 @@ UNUSUAL_BODY = '{"model":"m", "prompt":"<ä\\u00df\u2028&>","seed":1234567890123
 """Body that a program would change if it decoded and encoded it."""
 
 
+BUILDS = (pytest.mark.slow, pytest.mark.timeout(600))
+"""Marks of tests that download packages and compile them, which takes minutes without caches."""
+
+
 @pytest.fixture(
-    params=[
-        name if name == "python" else pytest.param(name, marks=pytest.mark.slow) for name in PROGRAM_BUILDERS
-    ]
+    params=[name if name == "python" else pytest.param(name, marks=BUILDS) for name in PROGRAM_BUILDERS]
 )
 def program(request: pytest.FixtureRequest) -> list[str]:
     return PROGRAM_BUILDERS[request.param]()
@@ -159,6 +161,8 @@ def test_lock_files_name_no_host() -> None:
     assert re.search(r"^go 1\.21$", module, re.MULTILINE)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_go_program_is_formatted_and_vetted() -> None:
     go, folder = require_tool("go"), EXAMPLES_DIR / "go"
     gofmt = [require_tool("gofmt"), "-l", "."]

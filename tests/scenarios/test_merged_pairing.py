@@ -123,7 +123,7 @@ async def inject_faults(
     the maximum number of items, and leave out an item.
 
     The number of rounds is limited. If a fault came back before each retry of the last request, or
-    dispatchers were always killed before they take up requests whose owners have died (dispatch/suspects.py),
+    dispatchers were always killed before they take up requests whose owners have died (kernel/suspects.py),
     this request would never be answered. On a busy machine that can happen.
     """
     random_source, fault_counts = random.Random(0), Counter[str]()

@@ -30,14 +30,14 @@ def test_quarter_of_a_core_is_enough_to_start_and_keep_leases_and_drain(
     world = stage.world(slots=32, seconds=6.0)
     stage.producer.submit(LIMIT + 20)
     started_at = time.monotonic()
-    dispatcher = stage.dispatcher(stage.settings(world, shutdown={"drain_s": 15}), cpu_limit=quarter_core)
+    dispatcher = stage.dispatcher(stage.settings(world, shutdown={"drain_s": 90}), cpu_limit=quarter_core)
     wait_until_sync(lambda: dispatcher.get_probe("/readyz")[0] == 200, 20.0, what="readiness")
     print(f"ready after {time.monotonic() - started_at:.1f} s")
     wait_until_sync(lambda: len(stage.producer.collect()) >= LIMIT, 30.0, what="the first answers")
     wait_until_sync(lambda: world.in_flight() == 20, 10.0, what="the last requests to be sent")
     signalled_at = time.monotonic()
     assert dispatcher.terminate() == 0
-    assert time.monotonic() - signalled_at < 6 + 5, "the drain ends when nothing runs any more"
+    assert time.monotonic() - signalled_at < 6 + 30, "the drain ends when nothing runs any more"
     stage.producer.collect()
     assert stage.producer.count_results() == {"200": LIMIT + 20}
     assert not stage.producer.find_duplicates()

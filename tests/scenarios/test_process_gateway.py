@@ -17,6 +17,7 @@ import httpx
 import pytest
 import trustme
 
+from dispatcher.limit.budget import GATEWAY_OUTAGES
 from tests.scenarios.processes import NEARLY_FULL, Dispatcher, Stage, World, assert_stays_true, merge_settings
 from tests.support import find_envoy, free_port, measure_slowdown, running_process, wait_until_sync
 
@@ -58,8 +59,11 @@ class ReplicaPair:
         wait_until_sync(lambda: world.in_flight() >= NEARLY_FULL, 15, what="the idle capacity to be used")
 
         break_gateway()
-        for replica in replicas:
-            replica.wait_for(reason="gateway-unreachable")
+        wait_until_sync(
+            lambda: {replica.status()["reason"] for replica in replicas} <= set(GATEWAY_OUTAGES),
+            15,
+            what="both replicas to notice the outage",
+        )
         # Until the last request that got through has ended, its lease counts beside that of a probe.
         wait_until_sync(
             lambda: world.in_flight() == 0 and producer.count_requests()["leased"] <= 1,
@@ -72,7 +76,7 @@ class ReplicaPair:
         )
         assert sum(map(count_probes, replicas)) > probes_before, "otherwise no probe was sent"
         assert len(producer.collect()) == finished, "no result without a gateway"
-        assert {replica.status()["reason"] for replica in replicas} == {"gateway-unreachable"}
+        assert {replica.status()["reason"] for replica in replicas} <= set(GATEWAY_OUTAGES)
         assert set(producer.collect()) < set(producer.submitted), "otherwise no request had to wait"
 
         # On a busy machine the outage starts late, and few requests remain to use the idle capacity.
@@ -310,7 +314,7 @@ def test_request_that_makes_the_gateway_reset_affects_no_other_request(stage: St
     assert not producer.find_duplicates()
     assert producer.count_requests() == {"pending": 0, "leased": 0, "delayed": 0, "dead": 5}
     assert count_failed_attempts(dispatcher) == 4 * len(poison)
-    assert not [event for event in dispatcher.events("gate") if event["reason"] == "gateway-unreachable"]
+    assert not [event for event in dispatcher.events("gate") if event["reason"] in GATEWAY_OUTAGES]
 
 
 @pytest.mark.slow
@@ -328,7 +332,7 @@ def test_requests_answered_without_gateway_headers_affect_no_other_request(
     ids = producer.submit(count, poison, prefix="poison", deadline_s=3000)
     settings = stage.settings(world, retry={"base_s": 0.1, "max_s": 0.2, "max_attempts": 2})
     dispatchers = [stage.dispatcher(settings) for _ in range(replicas)]
-    dispatchers[0].wait_for(reason="gateway-unreachable")
+    dispatchers[0].wait_for(reason="gateway-failing")
     started_at = time.monotonic()
     plain = producer.submit(20, prefix="plain")
     producer.wait_for_all(plain, timeout_s=20)

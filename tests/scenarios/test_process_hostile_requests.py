@@ -9,6 +9,7 @@ from urllib.parse import unquote
 
 import pytest
 
+from dispatcher.limit.budget import GATEWAY_OUTAGES
 from tests.markdown_pages import read_table_rows
 from tests.paths import DOCS
 from tests.scenarios.processes import POOL, Producer, Stage
@@ -174,4 +175,4 @@ def test_hostile_requests_end_as_documented_and_affect_no_other_request(stage: S
     assert all(entry.id.isprintable() and entry.tenant.isprintable() for entry in log)
     assert "evil id\r\nx-evil: 1" in map(unquote, sent)
     assert "t\r\nx-evil: 1" in {unquote(entry.tenant) for entry in log}
-    assert not [event for event in dispatcher.events("gate") if event["reason"] == "gateway-unreachable"]
+    assert not [event for event in dispatcher.events("gate") if event["reason"] in GATEWAY_OUTAGES]

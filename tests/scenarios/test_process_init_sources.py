@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from dispatcher.settings import Settings, parse_settings
+from dispatcher.settings.load import parse_settings
+from dispatcher.settings.model import Settings
 from tests.fork_server import run_cli
 from tests.scenarios.processes import POOL, Stage, World
 from tests.support import wait_until_sync

@@ -30,7 +30,7 @@ def test_in_flight_never_exceeds_the_capacity_less_the_reserve(
     world = stage.world(slots=SLOTS, seconds=0.5)
     stage.producer.submit(6000)
     dispatcher = stage.dispatcher(stage.settings(world, signals={"interval_s": interval_s}))
-    wait_until_sync(lambda: world.in_flight() >= LIMIT, FILL_TIMEOUT_S, what="the idle capacity to be used")
+    wait_until_sync(lambda: world.is_filled(LIMIT), FILL_TIMEOUT_S, what="the idle capacity to be used")
     assert_stays_true(lambda: world.in_flight() <= LIMIT + 1, 1.2 * interval_s * rounds + 2)
     observed = world.observed()["gateway"]
     assert observed["batch"]["peak"] <= LIMIT + 1
@@ -50,7 +50,7 @@ def test_idle_capacity_is_used_whatever_the_transit_time(stage: Stage) -> None:
     world = stage.world(slots=SLOTS, seconds=1.0)
     stage.producer.submit(6000)
     stage.dispatcher(stage.settings(world))
-    wait_until_sync(lambda: world.in_flight() >= LIMIT, FILL_TIMEOUT_S, what="the idle capacity to be used")
+    wait_until_sync(lambda: world.is_filled(LIMIT), FILL_TIMEOUT_S, what="the idle capacity to be used")
     for path_s in (0.003, 0.008, 0.020):
         world.control(path_s=path_s)
         assert_stays_true(
@@ -92,18 +92,16 @@ def test_three_replicas_share_one_limit_though_one_is_killed(stage: Stage, round
     wait_until_sync(all_run_requests, FILL_TIMEOUT_S, what="all replicas to run requests", every_s=0.05)
     producer.submit(6000)
     for _ in range(rounds):
-        wait_until_sync(
-            lambda: world.in_flight() >= LIMIT, FILL_TIMEOUT_S, what="the idle capacity to be used"
-        )
+        wait_until_sync(lambda: world.is_filled(LIMIT), FILL_TIMEOUT_S, what="the idle capacity to be used")
         running = {id(each): each.status()["running"] for each in replicas}
         victim = max(replicas, key=lambda each: running[id(each)])
         victim.kill()
         killed_at = time.monotonic()
         wait_until_sync(
-            lambda: world.in_flight() < LIMIT, 5, what="the requests of the killed replica to leave"
+            lambda: not world.is_filled(LIMIT), 5, what="the requests of the killed replica to leave"
         )
         victim.start()
-        wait_until_sync(lambda: world.in_flight() >= LIMIT, 15, what="the idle capacity to be used again")
+        wait_until_sync(lambda: world.is_filled(LIMIT), 15, what="the idle capacity to be used again")
         print(f"{list(running.values())} full again {time.monotonic() - killed_at:.1f} s after the kill")
     assert_stays_true(lambda: world.in_flight() <= LIMIT + 1, 2.0)
     producer.client.delete(producer.names.queue)  # the remaining requests are not needed
@@ -124,9 +122,7 @@ def test_batch_requests_make_room_for_returning_realtime_requests(stage: Stage, 
     stage.producer.submit(6000)
     dispatcher = stage.dispatcher(stage.settings(world))
     for _ in range(rounds):
-        wait_until_sync(
-            lambda: world.in_flight() >= LIMIT, FILL_TIMEOUT_S, what="the idle capacity to be used"
-        )
+        wait_until_sync(lambda: world.is_filled(LIMIT), FILL_TIMEOUT_S, what="the idle capacity to be used")
         world.control(restart=True)
         world.control(realtime=step)
         # This takes a reading, the transit time until the reading counts, and the end of running requests.
@@ -142,5 +138,5 @@ def test_batch_requests_make_room_for_returning_realtime_requests(stage: Stage, 
         assert settled["all"]["peak"] <= SLOTS
         # The mean is tested in virtual time (test_virtual_limit), where other load cannot distort it.
         assert settled["batch"]["peak"] >= LIMIT - step, "the capacity that realtime leaves is used"
-    wait_until_sync(lambda: world.in_flight() >= LIMIT, FILL_TIMEOUT_S, what="the capacity to be used again")
+    wait_until_sync(lambda: world.is_filled(LIMIT), FILL_TIMEOUT_S, what="the capacity to be used again")
     assert world.observed()["gateway"]["batch"]["peak"] <= LIMIT + 1

@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
-from dispatcher.core.requests.request import encode_member
-from dispatcher.core.sequences.turns import Turn
+from dispatcher.features.sequences.turns import Turn
+from dispatcher.requests.request import encode_member
 from tests.scenarios.processes import Producer, Stage
 from tests.scenarios.stateful_server import StatefulServer, run_stateful_server
 from tests.support import wait_until_sync

@@ -52,7 +52,7 @@ def test_gate_closes_when_metrics_fail_and_opens_when_they_return(stage: Stage) 
 
     for kind in ("gone", "garbage", "hang"):
         stage.producer.submit(600)
-        wait_until_sync(lambda: world.in_flight() >= LIMIT, 20, what="the idle capacity to be used")
+        wait_until_sync(lambda: world.is_filled(LIMIT), 20, what="the idle capacity to be used")
         broken_at = world.control(metrics=kind)["at"]
         dispatcher.wait_for(reason="unreadable")
         wait_until_sync(lambda: world.in_flight() == 0, 5, what="running requests to end")
@@ -114,7 +114,7 @@ def test_stale_samples_in_prometheus_close_the_gate(stage: Stage, tmp_path: Path
     with run_prometheus(tmp_path, port, scrape):
         dispatcher = stage.dispatcher(stage.settings(world, signals=signals))
         stage.producer.submit(600)
-        wait_until_sync(lambda: world.in_flight() >= LIMIT, 30, what="the idle capacity to be used")
+        wait_until_sync(lambda: world.is_filled(LIMIT), 30, what="the idle capacity to be used")
     scraped_at = world.observed()["scraped_at"]
     with run_prometheus(tmp_path, port, "- job_name: other\n"):
         dispatcher.wait_for(25, reason="stale")

@@ -53,14 +53,14 @@ def test_pages_of_model_servers_fill_the_pool_and_a_missing_page_closes_the_gate
     )
     dispatcher = stage.dispatcher(settings)
     stage.producer.submit(REQUESTS)
-    wait_until_sync(lambda: world.in_flight() >= LIMIT, 60, what="the idle capacity to be used")
+    wait_until_sync(lambda: world.is_filled(LIMIT), 60, what="the idle capacity to be used")
 
     world.control(realtime=20)
     wait_until_sync(
         lambda: world.in_flight() <= LIMIT - 20, 60, what="batch requests to make room for realtime requests"
     )
     world.control(realtime=0)
-    wait_until_sync(lambda: world.in_flight() >= LIMIT, 60, what="the idle capacity to be used again")
+    wait_until_sync(lambda: world.is_filled(LIMIT), 60, what="the idle capacity to be used again")
     assert world.observed()["gateway"]["batch"]["peak"] <= LIMIT + 1
 
     world.control(endpoints=SERVERS - 1)

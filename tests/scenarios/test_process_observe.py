@@ -26,7 +26,7 @@ def test_observer_beside_a_working_dispatcher_claims_nothing_and_shows_its_decis
     before = set(producer.client.scan_iter())
 
     worker = stage.dispatcher(settings)
-    wait_until_sync(lambda: world.in_flight() >= LIMIT, 20, what="the worker to use the idle capacity")
+    wait_until_sync(lambda: world.is_filled(LIMIT), 20, what="the worker to use the idle capacity")
 
     def get_full_status() -> dict[str, Any] | None:
         # Requests are counted once a second, and those that end or start at that moment may be missing.

@@ -22,7 +22,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dispatcher.cli import app
-from dispatcher.core.requests.request import encode_member
+from dispatcher.requests.request import encode_member
 from tests.browser import Browser, Page
 from tests.monitoring.prometheus import Prometheus, find_changed_series
 from tests.scenarios.cluster import Cluster

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dispatcher.core.sequences.turns import Turn
+from dispatcher.features.sequences.turns import Turn
 from tests.scenarios.processes import NAMES, POOL, Stage
 from tests.support import wait_until_sync
 from tests.telemetry.trace_collector import Collector

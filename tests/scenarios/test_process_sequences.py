@@ -14,8 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from dispatcher.cli import app
-from dispatcher.core.requests.request import encode_member
-from dispatcher.core.sequences.turns import CarryMode, OnError, Turn
+from dispatcher.features.sequences.turns import CarryMode, OnError, Turn
+from dispatcher.requests.request import encode_member
+from tests.scenarios.gateway_log import find_order_errors
 from tests.scenarios.processes import Dispatcher, LogEntry, Producer, Stage, World
 from tests.scenarios.responses_server import run_responses_server
 from tests.support import wait_until_sync
@@ -52,25 +53,6 @@ def group_log_by_sequence(world: World) -> dict[str, list[LogEntry]]:
     for entry in world.log():
         entries_by_sequence[entry.id.split("-")[0]].append(entry)
     return entries_by_sequence
-
-
-def find_order_errors(entries: list[LogEntry], turns: int) -> list[str]:
-    """Return the violations of the order of one sequence at the gateway."""
-    numbers = [int(entry.id.split("-")[1]) for entry in entries]
-    errors = []
-    for before, after in pairwise(numbers):
-        if after not in (before, before + 1):
-            errors.append(f"{after} after {before}")
-    for first, second in pairwise(entries):
-        if (
-            first.ended_at is None or first.ended_at > second.arrived_at + 0.05
-        ):  # the gateway notices a killed client late
-            errors.append(f"{second.id} beside {first.id}")
-        if first.status == 0 and second.id != first.id:
-            errors.append(f"{second.id} after {first.id}, which had no answer")
-    if numbers[:1] != [0] or set(numbers) != set(range(turns)):
-        errors.append(f"not all: {numbers}")
-    return errors
 
 
 def is_log_longer(world: World, count: int) -> bool:
@@ -130,10 +112,13 @@ def test_order_is_kept_while_processes_are_killed(
     assert repeated >= kills, "at least one request ran at each kill"
 
 
-@pytest.mark.serial
-def test_next_turn_is_sent_within_milliseconds_of_the_answer(stage: Stage) -> None:
+@pytest.mark.parametrize("max_gap_s", [2.0, pytest.param(0.01, marks=[pytest.mark.slow, pytest.mark.serial])])
+def test_next_turn_is_sent_with_the_answer_and_does_not_wait_for_a_poll(
+    stage: Stage, max_gap_s: float
+) -> None:
+    """The smaller limit holds on an idle machine alone."""
     world = stage.world(slots=SLOTS, seconds=0.02)
-    stage.dispatcher(stage.settings(world, max_sys=SLOTS))
+    stage.dispatcher(stage.settings(world, max_sys=SLOTS, queue={"poll_s": 30}))
     submit_shuffled(stage.producer, 1, 60)
     stage.producer.wait_for_all()
     entries = group_log_by_sequence(world)["s0"]
@@ -143,7 +128,7 @@ def test_next_turn_is_sent_within_milliseconds_of_the_answer(stage: Stage) -> No
         if first.ended_at is not None
     ]
     print(f"median {median(gaps) * 1000:.1f} ms, worst {max(gaps) * 1000:.1f} ms")
-    assert median(gaps) < 0.01
+    assert median(gaps) < max_gap_s
 
 
 def submit_turn(producer: Producer, conversations: int, turn: int) -> None:
@@ -256,7 +241,7 @@ def test_failed_turn_affects_later_ones_as_its_on_error_policy_says(stage: Stage
     assert "2 sequences are held until an operator decides" in run_command(
         dispatcher, "explain", "--admin-url", f"http://127.0.0.1:{dispatcher.admin_port}"
     )
-    listing = run_command(dispatcher, "sequences", "list", "--status", "held")
+    listing = run_command(dispatcher, "sequences", "show", "--status", "held")
     assert ("a-1" in listing, "b-1" in listing, "end" in listing) == (True, True, False)
     assert "that is held until" in run_command(dispatcher, "describe", "a-2")
 
@@ -287,7 +272,7 @@ def test_failed_turn_affects_later_ones_as_its_on_error_policy_says(stage: Stage
 
 def test_changed_sequence_settings_apply_to_waiting_requests(stage: Stage) -> None:
     world, producer = stage.world(slots=SLOTS, seconds=0.02), stage.producer
-    first = {"max_active": 1, "gap_s": 3600, "on_error": "abort", "max_waiting": 2}
+    first = {"max_active": 1, "on_error": "abort", "max_waiting": 2}
     dispatcher = stage.dispatcher(stage.settings(world, max_sys=SLOTS, sequences=first))
     add_requests(producer, Turn("a", 0))
     producer.wait_for_all(["a-0"])
@@ -297,16 +282,14 @@ def test_changed_sequence_settings_apply_to_waiting_requests(stage: Stage) -> No
         "1 have not begun, because sequences.max_active (1) are active" in dispatcher.status()["explanation"]
     )
 
-    dispatcher.reconfigure(sequences=first | {"max_active": 2, "gap_s": 0.2, "max_waiting": 1000})
+    dispatcher.reconfigure(sequences=first | {"max_active": 2, "max_waiting": 1000})
     producer.wait_for_all(["b-0"], timeout_s=10)
-    assert list_sent_indexes(world, "a") == [0], (
-        "a running timer is unchanged until the next event of its sequence"
-    )
+    assert list_sent_indexes(world, "a") == [0], "index 1 is still missing"
     add_requests(producer, *(Turn("a", index) for index in range(3, 8)))
-    producer.wait_for_all([f"a-{index}" for index in range(2, 8)], timeout_s=10)
-    assert list_sent_indexes(world, "a") == [0, *range(2, 8)], (
-        "the gap was skipped, and more requests may wait"
-    )
+    dispatcher.wait_for(sequences={"active": 2, "parked": 0, "held": 0, "aborted": 0, "waiting": 6})
+    add_requests(producer, Turn("a", 1))
+    producer.wait_for_all([f"a-{index}" for index in range(1, 8)], timeout_s=10)
+    assert list_sent_indexes(world, "a") == [*range(8)], "more requests may wait"
 
     dispatcher.reconfigure(sequences={"on_error": "continue"})
     dispatcher.wait_for(config_generation=3)

@@ -16,17 +16,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from dispatcher.core.requests.request import encode_member
 from dispatcher.lab.standin.generation_api import GenerationConfig
-from tests.dispatch.slices.generation_gateway import generate_whole
+from dispatcher.requests.request import encode_member
+from tests.features.slices.generation_gateway import generate_whole
+from tests.scenarios.gateway_log import MAX_CHECK_PROMPT, list_slices, summarize
 from tests.scenarios.processes import Dispatcher, LogEntry, Stage, World
 from tests.support import wait_until_sync
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 # Streams of single tokens, so that the log and the dispatcher agree about what a cut stream has generated.
 CONFIG = GenerationConfig(trims_content=True, chunk_tokens=1)
-MAX_CHECK_PROMPT = 150
-"""Prompts of the check whether a model continues generations have at most this many tokens."""
 STOP_STRINGS = ("e", "a ", "\n\n", "th", "é", "漢字")
 EVICTED_SHARE = 0.2
 """Share of calls that are evicted, if the test is in time to do it."""
@@ -73,7 +72,7 @@ class SlicedRun:
         settings = self.stage.settings(
             self.world,
             queue={"lease_s": 3 if self.case.kills else 60},
-            retry={"base_s": 0.05, "max_s": 0.2, "max_attempts": 50, "max_deliveries": 50},
+            retry={"base_s": 0.05, "max_s": 0.2, "max_attempts": 50},
             slicing=self._build_slicing(self.case.sizes[0]),
         )
         self.dispatchers = [self.stage.dispatcher(settings) for _ in range(2)]
@@ -194,19 +193,6 @@ class SlicedRun:
                 (result,) = self.stage.producer.results[id_]
                 recomputed += generated[id_] - summarize(result["payload"])[-1]
         return recomputed
-
-
-def list_slices(entries: list[LogEntry]) -> list[LogEntry]:
-    """Return the log without the calls that check whether a model continues generations."""
-    return [entry for entry in entries if entry.prompt_tokens > MAX_CHECK_PROMPT]
-
-
-def summarize(body: str | bytes) -> tuple[Any, ...]:
-    """Return what must not differ between an answer in slices and that of one call."""
-    answer = msgspec.json.decode(body)
-    choice, usage = answer["choices"][0], answer["usage"]
-    text = choice["message"]["content"] if "message" in choice else choice["text"]
-    return text, choice["finish_reason"], answer["model"], usage["prompt_tokens"], usage["completion_tokens"]
 
 
 LONG_SIZES = (1, 3, 7, 16, 40, 64, 100, 200, 350, 500)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import redis
 
-from dispatcher.core.requests.request import encode_member
-from dispatcher.core.sequences.turns import CarryMode, Turn
+from dispatcher.features.sequences.turns import CarryMode, Turn
+from dispatcher.requests.request import encode_member
 from tests.queue.redis_users import PASSWORD, grant, rules, url_of
 from tests.scenarios.processes import NAMES, Stage
 from tests.scenarios.responses_server import run_responses_server

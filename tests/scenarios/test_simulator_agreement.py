@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.requests.request import encode_member
 from dispatcher.lab.simulation.experiment import PolicyName, run_scenario
 from dispatcher.lab.simulation.metrics import Detector
 from dispatcher.lab.simulation.scenario import Scenario
 from dispatcher.lab.simulation.world import BatchProfile
 from dispatcher.lab.standin import made_up_traffic
 from dispatcher.lab.standin.trace import BUNDLED, load_trace
+from dispatcher.requests.request import encode_member
 from tests.scenarios.processes import Stage
 from tests.support import wait_until_sync
 

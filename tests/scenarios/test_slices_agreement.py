@@ -28,7 +28,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from dispatcher.core.requests.request import encode_member
 from dispatcher.lab.simulation.experiment import PolicyName, run_scenario
 from dispatcher.lab.simulation.scenario import Scenario
 from dispatcher.lab.simulation.world import BatchProfile
@@ -37,6 +36,7 @@ from dispatcher.lab.standin.generation_api import GenerationConfig, parse_reques
 from dispatcher.lab.standin.model import BATCH_CONTEXT, compute_work_s
 from dispatcher.lab.standin.prefixes import BLOCK_TOKENS, TokenCache
 from dispatcher.queue.keys import QueueNames
+from dispatcher.requests.request import encode_member
 from tests.scenarios.processes import Producer, Stage
 from tests.support import has_passed, wait_until_sync
 

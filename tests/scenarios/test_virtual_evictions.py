@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from dispatcher.core.gateway.outcome import Evicted, Outcome, RetryPolicy, classify_answer
-from dispatcher.core.limit.budget import Reason
-from dispatcher.core.requests.request import Request
+from dispatcher.limit.budget import Reason
+from dispatcher.requests.outcomes.outcome import Evicted, Outcome, RetryPolicy, classify_answer
+from dispatcher.requests.request import Request
 from tests.scenarios.virtual_stage import Stage, scenario
 
 EVICTED_FRACTION = 0.1

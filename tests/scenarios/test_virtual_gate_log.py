@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from dispatcher.core.gateway.outcome import Outcome, classify_answer
-from dispatcher.core.requests.request import Request
+from dispatcher.requests.outcomes.outcome import Outcome, classify_answer
+from dispatcher.requests.request import Request
 from dispatcher.telemetry.events import Event
 from tests.scenarios.virtual_stage import Stage, scenario
 

@@ -7,8 +7,9 @@ import random
 
 import pytest
 
-from dispatcher.core.gateway.intermediary_errors import FREE_CHARGES
-from dispatcher.core.gateway.outcome import (
+from dispatcher.limit.budget import Reason
+from dispatcher.requests.outcomes.judge import FREE_CHARGES
+from dispatcher.requests.outcomes.outcome import (
     Delivered,
     Failed,
     Outcome,
@@ -16,8 +17,7 @@ from dispatcher.core.gateway.outcome import (
     Unreachable,
     classify_answer,
 )
-from dispatcher.core.limit.budget import Reason
-from dispatcher.core.requests.request import Request
+from dispatcher.requests.request import Request
 from tests.scenarios.virtual_stage import Stage, scenario
 
 OUTAGE_FROM, OUTAGE_UNTIL = 10.3, 70.3
@@ -74,7 +74,8 @@ async def test_gateway_outage_of_a_minute_costs_no_attempts(
         FAULTS[kind](stage)
     await stage.submit(3000)
     await asyncio.sleep(OUTAGE_FROM + 5)
-    assert stage.reasons() == {Reason.GATEWAY_UNREACHABLE}
+    expected = Reason.GATEWAY_FAILING if kind == "500" else Reason.GATEWAY_UNREACHABLE
+    assert stage.reasons() == {expected}
     await asyncio.sleep(OUTAGE_UNTIL - stage.now)
     assert set(stage.count_statuses()) == {200}, "no request has failed"
     failed = [attempt for attempt in stage.attempts if isinstance(attempt.outcome, Failed)]

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from dispatcher.core.gateway.intermediary_errors import FREE_CHARGES, REST_PER_SECOND
-from dispatcher.core.gateway.outcome import Outcome, RetryPolicy, classify_answer
-from dispatcher.core.requests.request import Request
+from dispatcher.requests.outcomes.judge import FREE_CHARGES, REST_PER_SECOND
+from dispatcher.requests.outcomes.outcome import Outcome, RetryPolicy, classify_answer
+from dispatcher.requests.request import Request
 from tests.scenarios.virtual_stage import Stage, scenario
 
 RETRY = RetryPolicy(base_s=0.1, max_s=0.5)

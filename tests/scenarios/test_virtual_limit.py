@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dispatcher.core.limit.load_ledger import DELTA_S
+from dispatcher.limit.load_ledger import DELTA_S
 from tests.scenarios.virtual_stage import Stage, run_scenario, scenario
 
 scrape_intervals = pytest.mark.parametrize("scrape_s", [1.0, 5.0])

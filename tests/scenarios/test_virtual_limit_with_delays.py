@@ -12,7 +12,7 @@ import asyncio
 
 import pytest
 
-from dispatcher.core.requests.request import Request
+from dispatcher.requests.request import Request
 from tests.scenarios.virtual_stage import Stage, scenario
 
 EXPECTED_LIMIT = 10

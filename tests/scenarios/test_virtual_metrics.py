@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from dispatcher.core.limit.budget import Reason
+from dispatcher.limit.budget import Reason
 from tests.scenarios.virtual_stage import MetricsState, Stage, scenario
 
 

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from dispatcher.core.gateway.outcome import Outcome, Overloaded, RetryPolicy, classify_answer
-from dispatcher.core.limit.budget import Reason
-from dispatcher.core.requests.request import Request
+from dispatcher.limit.budget import Reason
+from dispatcher.requests.outcomes.outcome import Outcome, Overloaded, RetryPolicy, classify_answer
+from dispatcher.requests.request import Request
 from tests.scenarios.virtual_stage import Stage, scenario
 
 TRANSIT_S = 0.01

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dispatcher.core.gateway.outcome import Failed, Outcome, Overloaded, RetryPolicy
-from dispatcher.core.limit.budget import Policy, Reason
-from dispatcher.core.requests.request import Request
 from dispatcher.lab.simulation.dispatcher_policy import Replica
+from dispatcher.limit.budget import Policy, Reason
+from dispatcher.requests.outcomes.outcome import Failed, Outcome, Overloaded, RetryPolicy
+from dispatcher.requests.request import Request
 from dispatcher.telemetry.events import Event
 from tests.scenarios.virtual_stage import TOKEN, Attempt, MetricsState, Stage, run_scenario, scenario
 

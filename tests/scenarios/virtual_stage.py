@@ -16,21 +16,23 @@ from enum import Enum
 from math import inf, nan
 from typing import Any
 
-from dispatcher.core.gateway.outcome import Outcome, RetryPolicy, Unreachable
-from dispatcher.core.limit.budget import Policy, Reading, Reason, Signal
-from dispatcher.core.limit.poll import Poll
-from dispatcher.core.requests.request import Request, encode_member
-from dispatcher.core.requests.result import PoppedResult, decode_result
-from dispatcher.core.requests.score import compute_score
-from dispatcher.core.requests.units import compute_units
-from dispatcher.dispatch import Journal, Options
+from dispatcher.gateway.contract import AttemptResult
+from dispatcher.kernel import Journal, Options
 from dispatcher.lab.memory_queue import MemoryStore
 from dispatcher.lab.simulation import virtual_loop
 from dispatcher.lab.simulation.dispatcher_policy import EPOCH, Replica
 from dispatcher.lab.simulation.metrics import Exporter, Signals
 from dispatcher.lab.simulation.transport import SimulatedGateway, SimulatedTransport
 from dispatcher.lab.simulation.world import Job, World
-from dispatcher.ports import AttemptResult, Submission
+from dispatcher.lab.standin.scorer import StaleScorer
+from dispatcher.limit.budget import Policy, Reading, Reason, Signal
+from dispatcher.limit.poll import Poll
+from dispatcher.requests.outcomes.outcome import Outcome, RetryPolicy, Unreachable
+from dispatcher.requests.request import Request, encode_member
+from dispatcher.requests.result import PoppedResult, decode_result
+from dispatcher.requests.score import compute_score
+from dispatcher.requests.submission import Submission
+from dispatcher.requests.units import compute_units
 from dispatcher.telemetry.events import Event, divert_events
 from dispatcher.telemetry.metrics import Metrics as Counters
 
@@ -58,6 +60,10 @@ class StageSettings:
     slots: int = 32
     """Configured slots of the pool; the pool has as many unless `true_slots` is set."""
     true_slots: int | None = None
+    pods: int = 1
+    scorer_scrape_s: float = 0.0
+    """Interval at which the scorers of the picker learn the load of each pod. 0 if they see every change."""
+    capacity_is_set: bool = True
     replicas: int = 1
     scrape_s: float = 1.0
     lag_s: float = 0.01
@@ -89,7 +95,7 @@ class StageSettings:
     def policy(self) -> Policy:
         return Policy(
             reserve=0.05,
-            per_endpoint=self.slots,
+            per_endpoint=self.slots / self.pods if self.capacity_is_set else None,
             max_age_s=self.max_age_s,
             retry_after_max_s=self.retry.max_s,
         )
@@ -181,12 +187,14 @@ class Stage:
             queue_limit=setting.queue_limit,
             realtime=[(at, Job(work_s, 1, is_batch=False)) for at, work_s in setting.realtime],
             outages=setting.outages,
+            pods=setting.pods,
+            scorer=StaleScorer(setting.scorer_scrape_s) if setting.scorer_scrape_s else None,
         )
         answer_s = setting.transit_s if setting.answer_s is None else setting.answer_s
         self.transport = SimulatedTransport(self.world, send_s=setting.transit_s, answer_s=answer_s)
         self.store = MemoryStore(self._loop.time, unix_origin=EPOCH, lease_s=setting.lease_s)
         self._exporter = Exporter(
-            Signals.SATURATION, policy=Policy(per_endpoint=setting.slots), picker_per_pod=true_slots
+            Signals.SATURATION, policy=setting.policy, picker_per_pod=true_slots / setting.pods
         )
         self._frozen: list[Reading] = []
         self._start_count = 0

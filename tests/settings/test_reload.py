@@ -10,15 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from dispatcher.settings import (
-    Problem,
-    ReloadRejection,
-    Settings,
-    parse_settings,
-    reload_settings,
-    watch_config,
-)
 from dispatcher.settings.effective import describe_changes
+from dispatcher.settings.load import ReloadRejection, parse_settings, reload_settings
+from dispatcher.settings.model import Settings
+from dispatcher.settings.watch import watch_config
+from dispatcher.settings.yaml_source import Problem
 from tests.kubelet import mount_file, replace_file
 from tests.support import wait_until
 

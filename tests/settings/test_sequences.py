@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dispatcher.core.sequences.decisions import SequenceOverride, SequenceTerms
-from dispatcher.core.sequences.turns import CarryMode, OnError
-from dispatcher.settings import Settings, parse_settings
+from dispatcher.features.sequences.decisions import SequenceOverride, SequenceTerms
+from dispatcher.features.sequences.turns import CarryMode, OnError
+from dispatcher.settings.load import parse_settings
+from dispatcher.settings.model import Settings
 
 MINIMAL = "gateway: {url: http://gw}\n"
 
@@ -21,12 +22,12 @@ def test_defaults_equal_those_of_the_core() -> None:
 
 def test_all_keys_are_applied() -> None:
     text = (
-        "sequences: {max_idle_s: 5, max_age_s: 50, max_active: 7, max_waiting: 3, on_error: hold, gap_s: 2, "
+        "sequences: {max_idle_s: 5, max_age_s: 50, max_active: 7, max_waiting: 3, on_error: hold, "
         "after_end: refuse, carry: messages}"
     )
     found = parse_settings(MINIMAL + text, {})
     assert isinstance(found, Settings)
-    assert found.sequences.build_terms() == SequenceTerms(5, 50, 7, 3, OnError.HOLD, 2, True)
+    assert found.sequences.build_terms() == SequenceTerms(5, 50, 7, 3, OnError.HOLD, refuse_after_end=True)
     assert found.sequences.default_carry() is CarryMode.MESSAGES
 
 

@@ -6,10 +6,11 @@ import json
 
 import pytest
 
-from dispatcher.core.requests.lanes import MAX_MODEL_NAME_BYTES
-from dispatcher.settings import ModelSettings, Settings, effective, parse_settings
-from dispatcher.settings.load import reload_settings
-from dispatcher.settings.models import MAX_MODELS
+from dispatcher.requests.lanes import MAX_MODEL_NAME_BYTES
+from dispatcher.settings import effective
+from dispatcher.settings.load import parse_settings, reload_settings
+from dispatcher.settings.model import Settings
+from dispatcher.settings.models import MAX_MODELS, ModelSettings
 
 MINIMAL = "gateway: {url: http://gw}\n"
 

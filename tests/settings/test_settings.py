@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.core.limit.budget import Policy
-from dispatcher.settings import Problem, SecretUrl, Settings, load_settings, parse_settings
+from dispatcher.limit.budget import Policy
 from dispatcher.settings.effective import render_lines, settings_as_json
-from dispatcher.settings.load import key_paths
-from dispatcher.settings.values import is_secret_name
+from dispatcher.settings.load import key_paths, load_settings, parse_settings
+from dispatcher.settings.model import Settings
+from dispatcher.settings.values import SecretUrl, is_secret_name
+from dispatcher.settings.yaml_source import Problem
 
 MINIMAL = "gateway: {url: http://gw}\n"
 
@@ -49,7 +50,7 @@ def test_minimal_file_has_the_documented_defaults() -> None:
         "max_in_flight": None,
         "overload_backoff": 0.7,
     }
-    assert settings.retry.model_dump() == {"base_s": 2, "max_s": 60, "max_attempts": 8, "max_deliveries": 5}
+    assert settings.retry.model_dump() == {"base_s": 2, "max_s": 60, "max_attempts": 8}
 
 
 @pytest.mark.parametrize(
@@ -280,7 +281,7 @@ def test_variables_without_the_prefix_are_ignored(
 def test_settings_library_logs_no_secret_in_debug_mode() -> None:
     code = (
         "import logging; logging.basicConfig(level=logging.DEBUG)\n"
-        "from dispatcher.settings import Settings, parse_settings\n"
+        "from dispatcher.settings.load import parse_settings\nfrom dispatcher.settings.model import Settings\n"
         f"assert isinstance(parse_settings({SECRETS!r}, {{}}), Settings)\n"
         "logging.debug('debug is on')"
     )
@@ -451,13 +452,10 @@ def test_settings_cannot_be_changed_in_place() -> None:
 
 
 def test_batching_rules_are_read_as_json_from_a_variable_and_problems_name_the_rule() -> None:
-    rules = json.dumps(
-        [{"paths": ["/v1/models/*:predict"], "max_size": 64, "preferred_sizes": [16, 32], "check_every": 9}]
-    )
+    rules = json.dumps([{"paths": ["/v1/models/*:predict"], "max_size": 64, "preferred_sizes": [16, 32]}])
     settings = parse_valid(BATCHING__RULES=rules, BATCHING__MODE="on")
     (rule,) = settings.batching.active_rules()
     assert (rule.shape.name, rule.mode, rule.grouping.preferred_sizes) == ("tensorflow", "on", (16, 32))
-    assert rule.check_every == 9
     assert list_problems(MINIMAL, BATCHING__RULES='[{"paths": ["/v1/embeddings"]}, {"paths": ["/odd"]}]') == [
         "environment: BATCH_DISPATCHER__BATCHING__RULES[1].shape: must be given: no shape is usual at /odd"
     ]

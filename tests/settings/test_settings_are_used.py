@@ -7,8 +7,8 @@ from functools import cache
 
 import pytest
 
-from dispatcher.settings import Settings
 from dispatcher.settings.load import key_paths
+from dispatcher.settings.model import Settings
 from tests.paths import PACKAGE
 from tests.structure.source import MODULES, name_of
 

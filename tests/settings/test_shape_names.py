@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from dispatcher.core.merging.shapes.table import SHAPES
+from dispatcher.features.merging.shapes.table import SHAPES
 from dispatcher.settings.batching import ShapeName
 
 

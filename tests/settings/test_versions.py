@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from dispatcher.core.models.version_policy import VersionPolicy
-from dispatcher.core.models.version_template import VersionTemplate
-from dispatcher.settings import Settings, effective, parse_settings
-from dispatcher.settings.load import reload_settings
+from dispatcher.features.models.version_policy import VersionPolicy
+from dispatcher.features.models.version_template import VersionTemplate
+from dispatcher.settings import effective
+from dispatcher.settings.load import parse_settings, reload_settings
+from dispatcher.settings.model import Settings
 from dispatcher.settings.models import MAX_VERSIONS, ModelSettings
 
 MINIMAL = "gateway: {url: http://gw}\n"

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from dispatcher.core.models.warmup import WarmupRules
-from dispatcher.settings import Problem, Settings, parse_settings
+from dispatcher.features.models.warmup import WarmupRules
+from dispatcher.settings.load import parse_settings
+from dispatcher.settings.model import Settings
 from dispatcher.settings.warmups import WarmupFiles, read_warmup_file
+from dispatcher.settings.yaml_source import Problem
 
 LINE_FORMAT = '{"body": {"model": "qwen", "prompt": "%s"}}\n'
 

@@ -45,7 +45,7 @@ _KINDS = {
 
 def pool(name: str = "qwen", *, app: str = "vllm", ports: int = 1, epp: str = "qwen-epp") -> Object:
     return {
-        "metadata": {"name": name},
+        "metadata": {"name": name, "uid": f"uid-of-{name}"},
         "spec": {
             "selector": {"matchLabels": {"app": app, "tier": "gpu"}},
             "targetPorts": [{"number": 8000 + n} for n in range(ports)],
@@ -63,7 +63,7 @@ def pool(name: str = "qwen", *, app: str = "vllm", ports: int = 1, epp: str = "q
 
 def old_pool(name: str = "qwen", *, app: str = "vllm", epp: str = "qwen-epp") -> Object:
     return {
-        "metadata": {"name": name},
+        "metadata": {"name": name, "uid": f"old-uid-of-{name}"},
         "spec": {
             "selector": {"app": app, "tier": "gpu"},
             "targetPortNumber": 8000,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dispatcher.settings import PoolSettings
+from dispatcher.settings.model import PoolSettings
 from dispatcher.signals.kubernetes.capacity import CapacityWatch, Endpoints
 from tests.support import wait_until
 
@@ -28,7 +28,7 @@ class CapacityRecorder:
 
     def is_complete_with(self, ready: int, *epp_addresses: str) -> bool:
         """Return whether the latest state has these values and no problem."""
-        return replace(self.latest, addresses=None) == Endpoints(
+        return replace(self.latest, addresses=None, pool_uid="") == Endpoints(
             ready, epp_addresses or None, is_complete=True
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dispatcher.core.limit.budget import Policy
+from dispatcher.limit.budget import Policy
 
 POLICY = Policy(per_endpoint=100)
 

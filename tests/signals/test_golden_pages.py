@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.limit.budget import Policy, Reading, Reason, Signal
-from dispatcher.core.limit.poll import ReadFailure
-from dispatcher.signals.epp.series import SERIES_NAMES, PoolView, build_view
+from dispatcher.limit.budget import Policy, Reading, Reason, Signal
+from dispatcher.limit.poll import ReadFailure
+from dispatcher.signals.epp.series import SERIES_NAMES, Family, PoolView, build_view
 from dispatcher.signals.exposition import PageParser
 from dispatcher.signals.readings import PickerFacts, PollReadings, derive_readings
 from tests.signals.expected_readings import (
@@ -341,6 +341,30 @@ def test_pages_that_miss_endpoints_do_not_prove_a_capacity(endpoints: int | None
     assert facts.count.k == k
 
 
+def page_of_detectors(
+    requests: int, stages: dict[str, float], detectors: dict[tuple[str, str], float], *utilization: str
+) -> PoolView:
+    """Return the page of a picker with the saturation of each stage, and of each detector and stage. The
+    names of the utilization detectors follow."""
+    prefix = "llm_d_epp_flow_control_"
+    lines = [
+        f'{prefix}detector_saturation{{detector="{name}",stage="{stage}"}} {value}'
+        for (name, stage), value in detectors.items()
+    ]
+    lines += [f'{prefix}stale_endpoints{{detector="{name}"}} 0' for name in utilization]
+    lines += [
+        f'{prefix}pool_saturation{{inference_pool="qwen",stage="{stage}"}} {value}'
+        for stage, value in {**stages, "effective": max(stages.values())}.items()
+    ]
+    recorded = read_page("router-newest-concurrency-detector").splitlines()
+    lines += [line for line in recorded if not line.startswith(f"{prefix}pool_saturation")]
+    page = PageParser(SERIES_NAMES)
+    page.feed("\n".join([*lines, ""]).encode())
+    view = build_view(page.close(), "qwen", OPENED_AT, CLOSED_AT)
+    assert isinstance(view, PoolView)
+    return replace(view, in_flight=float(requests))
+
+
 def page_of_two_detectors(
     requests: int, other: float, *, kind: str = "utilization", tokens: float = 0.0
 ) -> PoolView:
@@ -348,18 +372,12 @@ def page_of_two_detectors(
     saturations = {"requests": requests / 400, kind: other}
     if tokens:
         saturations["tokens"] = tokens
-    lines = [
-        f'llm_d_epp_flow_control_detector_saturation{{detector="{name}",stage="{stage}"}} {value}'
-        for name, value in saturations.items()
-        for stage, value in (("prefill", 0), ("decode", value))
-    ]
-    if kind == "utilization":
-        lines.append(f'llm_d_epp_flow_control_stale_endpoints{{detector="{kind}"}} 0')
-    page = PageParser(SERIES_NAMES)
-    page.feed("\n".join([read_page("router-newest-concurrency-detector").strip(), *lines, ""]).encode())
-    view = build_view(page.close(), "qwen", OPENED_AT, CLOSED_AT)
-    assert isinstance(view, PoolView)
-    return replace(view, saturation=max(saturations.values()), in_flight=float(requests))
+    return page_of_detectors(
+        requests,
+        {"decode": max(saturations.values())},
+        {(name, "decode"): value for name, value in saturations.items()},
+        *((kind,) if kind == "utilization" else ()),
+    )
 
 
 def learn_from_pages(pages: list[PoolView]) -> PickerFacts:
@@ -390,6 +408,68 @@ def test_several_detectors_prove_no_capacity_if_it_is_unknown_which_one_counts(t
     pages = [page_of_two_detectors(each, tokens, kind="tokens") for each in (*PROVING_REQUESTS, 140)]
     verdict = derive_readings(pages[-1:], "auto", Policy(), "epp", learn_from_pages(pages))
     assert (verdict.per_endpoint_source, verdict.signals) == ("search", (SATURATION, REQUESTS))
+
+
+def page_of_split_pool(requests: int) -> PoolView:
+    """Return a page of two endpoints for prefill and two for decode. Only the latter count requests, with a
+    maxConcurrency of 100."""
+    queue, count = 0.01, requests / 200
+    detectors = {("requests", "decode"): count, ("queue", "prefill"): queue}
+    return page_of_detectors(requests, {"prefill": queue, "decode": count}, detectors, "queue")
+
+
+def test_prefill_and_decode_endpoints_prove_no_capacity() -> None:
+    """The page shows four ready endpoints, and the saturation that counts requests is that of two."""
+    pages = [page_of_split_pool(each) for each in (*PROVING_REQUESTS, 140)]
+    verdict = derive_readings(pages[-1:], "auto", Policy(), "epp", learn_from_pages(pages))
+    assert (verdict.per_endpoint_source, verdict.signals) == ("search", (SATURATION, REQUESTS))
+    assert verdict.detector == "the maximum of queue, requests, the larger of decode and prefill"
+
+
+def test_one_detector_of_prefill_and_decode_endpoints_proves_no_capacity() -> None:
+    pages = [
+        page_of_detectors(each, {"prefill": 0.0, "decode": each / 200}, {})
+        for each in (*PROVING_REQUESTS, 140)
+    ]
+    verdict = derive_readings(pages[-1:], "auto", Policy(), "epp", learn_from_pages(pages))
+    assert (verdict.per_endpoint_source, verdict.signals) == ("search", (SATURATION, REQUESTS))
+
+
+def test_learned_capacity_is_forgotten_when_a_second_stage_appears() -> None:
+    facts = learn_from_requests(*PROVING_REQUESTS)
+    assert facts.count.k == 100
+    facts.learn_from_views([page_of_split_pool(140)])
+    assert (facts.count.last_k, facts.count.per_endpoint_source) == (None, "search")
+
+
+def test_detector_of_a_stage_without_endpoints_is_ignored() -> None:
+    """It is not evaluated, so its last value stays on the page."""
+    pages = [
+        page_of_detectors(
+            each,
+            {"decode": each / 400},
+            {("requests", "decode"): each / 400, ("tokens", "prefill"): 0.9, ("requests", ""): 1.0},
+        )
+        for each in (*PROVING_REQUESTS, 140)
+    ]
+    verdict = derive_readings(pages[-1:], "auto", Policy(), "epp", learn_from_pages(pages))
+    assert verdict.detector == "counts requests, maxConcurrency 100"
+    assert (verdict.per_endpoint, verdict.signals) == (100, (SATURATION,))
+
+
+def test_detectors_without_stages_are_read() -> None:
+    """Routers before the stages of detectors had no such label."""
+    pages = [
+        page_of_detectors(
+            each,
+            {"decode": each / 400},
+            {("requests", ""): each / 400, ("queue", ""): 0.01},
+            "queue",
+        )
+        for each in (*PROVING_REQUESTS, 140)
+    ]
+    verdict = derive_readings(pages[-1:], "auto", Policy(), "epp", learn_from_pages(pages))
+    assert (verdict.per_endpoint, verdict.detector) == (100, "the maximum of queue, requests")
 
 
 def test_requests_are_read_as_well_if_several_pickers_show_a_maximum() -> None:
@@ -743,3 +823,80 @@ def test_running_and_waiting_are_unknown_with_queries_of_the_operator() -> None:
         [replace(own_query, server_queued=9)], "saturation", POLICY, "prometheus"
     ).readings
     assert (reading.running, reading.averages) == (None, None)
+
+
+# Requests that wait in one endpoint while another has room.
+
+
+def read_page_with_queues(
+    queues: list[float], *, ready: int, name: str = "llm_d_epp_per_endpoint_queue_size"
+) -> PoolView:
+    label = "model_server_pod" if name.startswith("inference") else "model_server_endpoint"
+    lines = [
+        f'{name}{{name="qwen",{label}="server-{number}"}} {queue}' for number, queue in enumerate(queues)
+    ]
+    lines += [
+        f'llm_d_epp_ready_endpoints{{name="qwen"}} {ready}',
+        'llm_d_epp_average_running_requests{name="qwen"} 10',
+        'llm_d_epp_average_queue_size{name="qwen"} 1',
+        'llm_d_epp_request_running{model_name="m"} 30',
+    ]
+    page = PageParser(SERIES_NAMES)
+    page.feed(("\n".join(lines) + "\n").encode())
+    view = build_view(page.close(), "qwen", OPENED_AT, CLOSED_AT)
+    assert isinstance(view, PoolView)
+    return view
+
+
+def derive_evenness(view: PoolView) -> tuple[bool, bool]:
+    (reading,) = derive_readings([view], "requests", Policy(max_sys=400), "epp").readings
+    return reading.is_uneven, reading.are_averages_uneven
+
+
+@pytest.mark.parametrize("name", Family.SERVER_QUEUES.value)
+def test_requests_that_wait_in_one_endpoint_of_three_are_uneven(name: str) -> None:
+    assert derive_evenness(read_page_with_queues([15, 0, 0], ready=3, name=name)) == (True, True)
+    assert derive_evenness(read_page_with_queues([5, 4, 1], ready=3, name=name)) == (False, False)
+    assert derive_evenness(read_page_with_queues([0, 0, 0], ready=3, name=name)) == (False, False)
+
+
+def test_tenth_of_the_endpoints_may_have_room_in_an_even_backlog() -> None:
+    assert derive_evenness(read_page_with_queues([0, *[3] * 9], ready=10)) == (False, False)
+    assert derive_evenness(read_page_with_queues([0, 0, *[3] * 8], ready=10)) == (True, True)
+
+
+def test_endpoint_whose_scrape_fails_does_not_count_as_one_with_room() -> None:
+    """It keeps its last queue on the page, and is missing in the number of ready endpoints."""
+    assert derive_evenness(read_page_with_queues([6, 5, 0], ready=2)) == (False, False)
+
+
+def test_sum_of_the_queues_does_not_show_how_they_are_distributed() -> None:
+    view = replace(read_page_with_queues([15], ready=3), endpoints_with_room=None)
+    assert derive_evenness(view) == (False, False)
+
+
+def test_endpoints_that_ran_different_numbers_at_the_flush_are_uneven() -> None:
+    view = read_page_with_queues([], ready=3)
+    assert derive_evenness(replace(view, running_deviation=4.5)) == (False, True)
+    assert derive_evenness(replace(view, running_deviation=0.9)) == (False, False)
+    just_full = read_page_with_queues([1, 1, 0], ready=3)
+    assert derive_evenness(replace(just_full, running_deviation=0.3)) == (False, False)
+    assert derive_evenness(replace(just_full, running_deviation=4.5)) == (True, True)
+    waiting_everywhere = read_page_with_queues([4, 5, 3], ready=3)
+    assert derive_evenness(replace(waiting_everywhere, running_deviation=4.5)) == (False, False), (
+        "endpoints of different size are full"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "endpoints"),
+    [({}, 3), ({"ready": None}, 5), ({"has_current_averages": True}, None)],
+    ids=["page", "kubernetes", "model servers"],
+)
+def test_reading_says_among_how_many_endpoints_a_picker_chooses(
+    changes: dict[str, Any], endpoints: float | None
+) -> None:
+    view = replace(read_page_with_queues([0, 0, 0], ready=3), saturation=0.5, **changes)
+    readings = derive_readings([view], "saturation", Policy(max_sys=400), "epp", endpoints=5).readings
+    assert [each.picker_endpoints for each in readings] == [endpoints] * len(readings)
+    assert readings

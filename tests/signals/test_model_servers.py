@@ -4,6 +4,7 @@ server."""
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import pytest
 from aiohttp import web
 
 from dispatcher.check.readings import check_sources
-from dispatcher.core.limit.budget import Policy, Reason, Signal
-from dispatcher.core.limit.poll import ReadFailure
-from dispatcher.settings import Problem, Settings, parse_settings
+from dispatcher.limit.budget import Policy, Reason, Signal
+from dispatcher.limit.poll import ReadFailure
+from dispatcher.settings.load import parse_settings
+from dispatcher.settings.model import Settings
+from dispatcher.settings.yaml_source import Problem
 from dispatcher.signals.epp.series import PoolView
 from dispatcher.signals.model_servers import ModelServersSource
 from dispatcher.signals.readings import derive_readings
@@ -97,6 +100,14 @@ async def test_values_of_all_servers_are_summed() -> None:
     assert reading.waiting == pytest.approx(7)
     assert (reading.has_exact_counts, reading.averages) == (True, None)
     assert reading.raw_values == {"servers": 3, "running": 34, "waiting": 7, "kv_cache_most": 0.97}
+
+
+async def test_requests_that_wait_in_one_server_while_another_has_room_are_uneven() -> None:
+    idle = re.sub(r"(num_requests_(?:running|waiting){.*}) .*", r"\1 0", VLLM)
+    just_full = re.sub(r"(num_requests_waiting{.*}) .*", r"\1 0", VLLM)
+    for pages, is_uneven in (((VLLM, idle), True), ((VLLM, VLLM), False), ((VLLM, just_full), False)):
+        verdict = derive_readings([await read_view(*pages)], "auto", Policy(per_endpoint=32), "vllm")
+        assert [each.is_uneven for each in verdict.readings] == [is_uneven]
 
 
 def page_with_waiting_reasons(reasons: dict[str, str]) -> str:

@@ -16,11 +16,11 @@ from typing import Any, Literal
 import pytest
 from structlog.testing import capture_logs
 
-from dispatcher.core.limit.budget import Policy, Reason, Signal
-from dispatcher.core.limit.limiter import Limiter
-from dispatcher.core.limit.poll import ReadFailure
-from dispatcher.core.limit.realtime_impact import ReplicaHistograms
-from dispatcher.settings import SignalsSettings
+from dispatcher.limit.budget import Policy, Reason, Signal
+from dispatcher.limit.limiter import Limiter
+from dispatcher.limit.poll import ReadFailure
+from dispatcher.limit.realtime_impact import ReplicaHistograms
+from dispatcher.settings.signals import SignalsSettings
 from dispatcher.signals.epp.series import PoolView
 from dispatcher.signals.epp.source import EppSource
 from dispatcher.signals.poller import RETURN_AFTER_POLLS, Poller, SignalSource, SourcePoll, SourcePreference

@@ -19,10 +19,10 @@ import pytest
 import yaml
 from aiohttp import web
 
-from dispatcher.core.limit.budget import Policy, Reason, Signal
-from dispatcher.core.limit.poll import Poll, ReadFailure
-from dispatcher.core.limit.realtime_impact import ReplicaHistograms, compute_quantile
-from dispatcher.settings import SignalsSettings
+from dispatcher.limit.budget import Policy, Reason, Signal
+from dispatcher.limit.poll import Poll, ReadFailure
+from dispatcher.limit.realtime_impact import ReplicaHistograms, compute_quantile
+from dispatcher.settings.signals import SignalsSettings
 from dispatcher.signals.epp.series import SERIES_NAMES, PoolView, build_view
 from dispatcher.signals.exposition import PageParser
 from dispatcher.signals.poller import Poller, SourcePoll

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.limit.budget import compute_budget
-from dispatcher.core.limit.poll import ReadFailure
-from dispatcher.settings import Settings
-from dispatcher.settings.model import BudgetSettings
+from dispatcher.limit.budget import compute_budget
+from dispatcher.limit.poll import ReadFailure
+from dispatcher.settings.model import BudgetSettings, Settings
 from dispatcher.signals.readings import derive_readings
 from dispatcher.signals.sources import build_sources
 

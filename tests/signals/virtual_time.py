@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from dispatcher.settings import EppSettings
+from dispatcher.settings.signals import EppSettings
 from dispatcher.signals.kubernetes import api
 from dispatcher.signals.kubernetes.capacity import CapacityWatch
 from tests.signals.apiserver import ApiServer, access, populate

@@ -27,7 +27,7 @@ PAYLOAD_SIZES = (100, 1_000, 50_000)
 """Sizes of payloads in bytes. The first rounds use each of them, after which pools and caches are filled."""
 SLOTS = 128
 MAX_RSS_MIB = 110
-"""Maximum memory according to docs/explanation/benchmarks.md, without twice the payloads in flight.
+"""Maximum memory according to docs/contributing/benchmarks.md, without twice the payloads in flight.
 
 The heap keeps the memory of an earlier round for some time.
 """

@@ -1,4 +1,4 @@
-"""Names of code in documents, such as `core.limit.limiter.Limiter.poll`, and whether they exist."""
+"""Names of code in documents, such as `limit.limiter.Limiter.poll`, and whether they exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records in docs/decisions/ are numbered, have one format, and name their replacements on both sides."""
+"""Records of decisions are numbered, have one format, and name their replacements on both sides."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.paths import DOCS, ROOT
 
-RECORDS = sorted((DOCS / "decisions").glob("0*.md"))
+RECORDS = sorted((DOCS / "contributing" / "decisions").glob("0*.md"))
 ACCEPTED_RECORDS = RECORDS[1:]
 SECTIONS = ["Context", "Decision", "Measured", "Consequences", "What would change it"]
 REPLACES = re.compile(r"(replaces|replaced by) \[(\d+)\]\((\d{4})-[a-z0-9-]+\.md\)")
@@ -70,7 +70,7 @@ def test_every_dependency_has_a_row_in_the_record_of_libraries() -> None:
 
 
 def test_index_lists_every_record() -> None:
-    index = (DOCS / "decisions" / "README.md").read_text()
+    index = (DOCS / "contributing" / "decisions" / "README.md").read_text()
     assert [record.name for record in ACCEPTED_RECORDS if f"({record.name})" not in index] == []
 
 

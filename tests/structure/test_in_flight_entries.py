@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from dispatcher.dispatch.in_flight import InFlightLease
+from dispatcher.kernel.in_flight import InFlightLease
 from tests.paths import PACKAGE
 
-OWNER = PACKAGE / "dispatch" / "in_flight.py"
+OWNER = PACKAGE / "kernel" / "in_flight.py"
 FIELDS = {field.name for field in fields(InFlightLease)}
 OTHER_OBJECTS = {"self", "claimed"}
 """Names of objects of other classes that have fields with the same names."""
@@ -31,6 +31,6 @@ def find_writes(path: Path) -> Iterator[str]:
 def test_entries_of_the_in_flight_table_are_written_by_the_table_alone() -> None:
     assert len(list(find_writes(OWNER))) > 10, "the search finds the assignments of the table"
     found = [
-        write for path in (PACKAGE / "dispatch").rglob("*.py") if path != OWNER for write in find_writes(path)
+        write for path in (PACKAGE / "kernel").rglob("*.py") if path != OWNER for write in find_writes(path)
     ]
     assert found == []

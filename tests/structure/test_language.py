@@ -32,9 +32,7 @@ def test_docstrings_start_with_a_verb_or_a_noun(path: Path) -> None:
     assert [f"{line}: {text[:60]}" for line, text in found if FRAGMENT.match(text)] == []
 
 
-@pytest.mark.parametrize(
-    "path", sorted((PACKAGE / "queue" / "lua").glob("*.lua")), ids=lambda path: path.name
-)
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("**/lua/*.lua")), ids=lambda path: path.name)
 def test_script_header_starts_with_a_verb_or_a_noun(path: Path) -> None:
     header = path.read_text().removeprefix("-- ")
     assert not FRAGMENT.match(header), header.splitlines()[0]

@@ -30,7 +30,7 @@ def test_ci_runs_each_test_but_the_long_forms_once() -> None:
     targets = re.findall(r"^stage .* make (test\S*)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     commands = dry_run(*targets)
     selections = [selection for line in commands for selection in re.findall(r'pytest [^;]*-m "(.*?)"', line)]
-    assert len(selections) == 4
+    assert len(selections) == 3
     for marks in itertools.product([False, True], repeat=3):
         marked = dict(zip(("serial", "slow", "long"), marks, strict=True))
         run_count = sum(eval(selection, {}, marked) for selection in selections)

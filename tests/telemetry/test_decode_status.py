@@ -5,16 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from dispatcher.core.health import Cause, Health
+from dispatcher.features.merging.status import BatchingStatus, MergeTargetStatus
+from dispatcher.features.models.status import LabelStatus, ModelsStatus, ModelStatus, VersionStatus
+from dispatcher.limit.health import Health
 from dispatcher.telemetry.status import (
-    BatchingStatus,
     BudgetStatus,
     GateStatus,
     HealthStatus,
-    LabelStatus,
-    MergeTargetStatus,
-    ModelsStatus,
-    ModelStatus,
     ProcessStatus,
     QueueStatus,
     ReadingStatus,
@@ -22,7 +19,6 @@ from dispatcher.telemetry.status import (
     SignalsStatus,
     Status,
     Terms,
-    VersionStatus,
     decode_status,
 )
 
@@ -34,18 +30,20 @@ STATUS = Status(
         "epp", 0.3, readings=[ReadingStatus("requests", 0.3, 0.1, 0.5, 0.1, 64.0, "epp", {"q": 8.0})]
     ),
     queue=QueueStatus(pending=7, paused=True, replicas=[ReplicaStatus("one", 4, None)]),
-    batching=BatchingStatus([MergeTargetStatus("/v1/embeddings", "m", size=16)], 1, {"answered": 2}),
-    models=ModelsStatus(
-        [
-            ModelStatus(
-                "qwen",
-                serving=2,
-                labels={"stable": LabelStatus("3", "ann")},
-                versions=[VersionStatus("qwen-v3", "3", labels=["stable"])],
-            )
-        ]
+    health=HealthStatus(Health.DEGRADED, "failures", "Some fail.", 3.0, "the log"),
+    features=(
+        BatchingStatus([MergeTargetStatus("/v1/embeddings", "m", size=16)], 1, {"answered": 2}),
+        ModelsStatus(
+            [
+                ModelStatus(
+                    "qwen",
+                    serving=2,
+                    labels={"stable": LabelStatus("3", "ann")},
+                    versions=[VersionStatus("qwen-v3", "3", labels=["stable"])],
+                )
+            ]
+        ),
     ),
-    health=HealthStatus(Health.DEGRADED, Cause.FAILURES, "Some fail.", 3.0, "the log"),
 )
 
 
@@ -54,7 +52,7 @@ def test_encoded_status_is_decoded_to_an_equal_one() -> None:
     status = decode_status(msgspec.json.decode(text))
     assert msgspec.json.encode(status.to_dict()) == text
     assert (status.process, status.signals, status.queue) == (STATUS.process, STATUS.signals, STATUS.queue)
-    assert status.models.models[0].labels == {"stable": LabelStatus("3", "ann")}
+    assert status.get_section(ModelsStatus).models[0].labels == {"stable": LabelStatus("3", "ann")}
 
 
 def test_missing_and_unknown_fields_are_ignored() -> None:
@@ -75,6 +73,12 @@ def test_missing_and_unknown_fields_are_ignored() -> None:
 )
 def test_field_that_cannot_be_read_has_its_default_and_spoils_no_other(field: str, value: object) -> None:
     assert decode_status({field: value, "in_flight": 3}) == Status(gate=GateStatus(in_flight=3))
+
+
+def test_section_of_a_feature_that_the_dispatcher_lacks_has_defaults() -> None:
+    status = decode_status({"limit": 5, "batching_waiting": 2})
+    assert status.features == (BatchingStatus(batching_waiting=2),)
+    assert status.get_section(ModelsStatus) == ModelsStatus()
 
 
 def test_unknown_field_inside_an_entry_is_ignored() -> None:

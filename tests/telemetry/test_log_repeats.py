@@ -81,6 +81,7 @@ def test_state_changes_are_never_suppressed() -> None:
     } <= NEVER_SUPPRESSED
     assert {
         "queue-unreachable",
+        "cancel-markers-unreadable",
         "signals-unreadable",
         "wake-ups-unavailable",
         "traces-lost",

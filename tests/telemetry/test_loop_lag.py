@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dispatcher.core.loop_lag import STALL_S
+from dispatcher.common.loop_lag import STALL_S
 from dispatcher.telemetry.loop_lag import CpuLimit, LoopLagWatch, read_cpu_limit
 from tests.support import wait_until
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -14,24 +13,21 @@ from prometheus_client.parser import text_string_to_metric_families as families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from dispatcher.core.gateway.outcome import Delivered
-from dispatcher.ports import SettleStatus
+from dispatcher.queue.contract import SettleStatus
+from dispatcher.requests.outcomes.outcome import Delivered
 from dispatcher.telemetry import catalogue as series
-from dispatcher.telemetry.catalogue import CATALOGUE, PREFIX, SeriesKind
+from dispatcher.telemetry.catalogue import CATALOGUE
 from dispatcher.telemetry.events import Event, divert_events, emit
 from dispatcher.telemetry.metrics import Metrics
+from dispatcher.telemetry.series import PREFIX, SeriesKind
 from dispatcher.telemetry.status import (
-    MAX_TABLE_ROWS,
     BudgetStatus,
     GateStatus,
-    ModelsStatus,
-    ModelStatus,
     ProcessStatus,
     QueueStatus,
     SignalsStatus,
     Status,
     Terms,
-    VersionStatus,
 )
 from tests.cost_comparison import compare_costs, measure_cpu_s
 from tests.support import require_tool
@@ -84,7 +80,7 @@ def test_names_are_unique_and_follow_prometheus() -> None:
         assert not each.name.endswith("_total"), "the page adds it"
         assert not each.description.endswith(".")
         assert "pool" not in each.labels
-        assert (each.kind is SeriesKind.GAUGE) == (each.sampler is not None)
+        assert each.sampler is not None or each.kind is not SeriesKind.GAUGE
         assert (each.kind is SeriesKind.HISTOGRAM) == bool(each.buckets)
         if each.kind is not SeriesKind.GAUGE:
             assert all(each.labels.values()), f"{each.name}: a counter's label values are declared"
@@ -121,28 +117,6 @@ def test_page_has_exactly_the_series_of_the_catalogue() -> None:
             assert declaration.has_open_labels or all(
                 value in declaration.labels[label] for label, value in labels.items()
             )
-
-
-def test_served_versions_have_series_up_to_a_limit() -> None:
-    served = VersionStatus("qwen-v2", serving=3, warm=1, share=0.25)
-    not_served = VersionStatus("qwen-v1", serving=0, warm=0)
-    unwarmed = [VersionStatus(f"b-{n:02}", serving=1) for n in range(MAX_TABLE_ROWS)]
-    rows = [
-        ModelStatus("qwen", serving=3, waiting=0, versions=[served, not_served]),
-        ModelStatus("plain", serving=1, waiting=0),
-        ModelStatus("b", serving=1, waiting=0, versions=unwarmed),
-    ]
-    metrics = Metrics("qwen")
-    metrics.set_status_source(lambda: replace(STATUS, models=ModelsStatus(rows)))
-    page = parse_values(metrics)
-    assert page["model_version_endpoints", "qwen", "qwen-v2"] == 3
-    assert page["model_version_warm_endpoints", "qwen", "qwen-v2"] == 1
-    assert page["model_version_share", "qwen", "qwen-v2"] == 0.25
-    assert ("model_version_share", "qwen", "qwen-v1") not in page, (
-        "a version that is not served has no series"
-    )
-    assert ("model_version_warm_endpoints", "b", "b-00") not in page, "the version has no warm-up"
-    assert len([name for name, *_ in page if name == "model_version_share"]) == MAX_TABLE_ROWS
 
 
 def test_gauges_show_the_status_and_unknown_values_are_absent() -> None:

@@ -17,25 +17,27 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind, StatusCode
 
-from dispatcher.app.service import open_queue
-from dispatcher.core.gateway.outcome import RetryPolicy
-from dispatcher.core.limit.budget import Policy, Reading, Signal
-from dispatcher.core.limit.limiter import Limiter
-from dispatcher.core.requests.headers import DROP_REASON
-from dispatcher.core.requests.request import encode_member
-from dispatcher.core.requests.result import ErrorCode
-from dispatcher.dispatch import Dispatcher, Journal, Options
-from dispatcher.forward import HttpGateway
+from dispatcher.features.all_features import AllFeatures
+from dispatcher.gateway.http_gateway import HttpGateway
+from dispatcher.kernel import Dispatcher, Journal, Options
 from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
-from dispatcher.ports import Queue, Submission
+from dispatcher.limit.budget import Policy, Reading, Signal
+from dispatcher.limit.limiter import Limiter
+from dispatcher.queue.contract import Queue
 from dispatcher.queue.keys import QueueNames
-from dispatcher.settings import Settings
+from dispatcher.requests.headers import DROP_REASON
+from dispatcher.requests.outcomes.outcome import RetryPolicy
+from dispatcher.requests.request import encode_member
+from dispatcher.requests.result import ErrorCode
+from dispatcher.requests.submission import Submission
+from dispatcher.service.service import open_queue
 from dispatcher.settings.load import parse_settings
+from dispatcher.settings.model import Settings
 from dispatcher.telemetry.events import add_sink
 from dispatcher.telemetry.metrics import Metrics
 from dispatcher.telemetry.otlp import SpanSender
 from dispatcher.telemetry.tracing import EndedSpan, Tracing
-from tests.forward.scripted_server import Connection, Script, Server, options, serving
+from tests.gateway.scripted_server import Connection, Script, Server, options, serving
 from tests.queue.servers import server
 from tests.support import wait_until
 from tests.telemetry.trace_collector import QUEUE, create_memory_exporter, run_sender
@@ -75,7 +77,9 @@ def answer_with(*statuses: str) -> Script:
 
 
 @asynccontextmanager
-async def run_dispatcher(queue: Queue, gateway: Server, tracing: Tracing | None) -> AsyncIterator[Dispatcher]:
+async def run_dispatcher(
+    queue: Queue, gateway: Server, tracing: Tracing | None
+) -> AsyncIterator[Dispatcher[AllFeatures]]:
     """Run the dispatch loop with a reading that leaves room."""
     limiter = Limiter(Policy(max_sys=10, max_age_s=1e6), [Signal.REQUESTS])
     at = asyncio.get_running_loop().time()
@@ -84,7 +88,7 @@ async def run_dispatcher(queue: Queue, gateway: Server, tracing: Tracing | None)
     journal.tracing = tracing
     http_gateway = HttpGateway(options(gateway.url))
     retry = RetryPolicy(base_s=0.01, max_s=0.02, max_attempts=3)
-    dispatcher = Dispatcher(queue, http_gateway, limiter, Options(retry), journal)
+    dispatcher = Dispatcher(queue, http_gateway, limiter, Options(retry), journal, build_features=AllFeatures)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(dispatcher.run())
         try:
@@ -332,11 +336,12 @@ async def test_defect_in_tracing_does_not_affect_the_request() -> None:
         ):
             await wait_until(lambda: store.result_lists.get(store.default_result_list), what="a result")
     assert len(gateway.received) == 1
-    internal_errors = [each for each in received_events if each.startswith("internal-error")]
-    assert internal_errors == [
+    # On a busy machine the first attempt may not get a connection in time. It is recorded as well.
+    internal_errors = {each for each in received_events if each.startswith("internal-error")}
+    assert internal_errors == {
         "internal-error journal: record_sent",
         "internal-error journal: record_completion",
-    ]
+    }
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from dispatcher.core.limit.budget import Policy, Reading, Reason, Signal
-from dispatcher.core.limit.limiter import Limiter
-from dispatcher.core.limit.poll import ReadFailure
-from dispatcher.settings import Settings
+from dispatcher.limit.budget import Policy, Reading, Reason, Signal
+from dispatcher.limit.limiter import Limiter
+from dispatcher.limit.poll import ReadFailure
+from dispatcher.settings.model import Settings
 from dispatcher.signals.poller import SourcePoll
 from dispatcher.telemetry.metrics import Metrics
 from dispatcher.telemetry.status import Status
-from tests.app.limiter_status import build_limiter_status
+from tests.service.limiter_status import build_limiter_status
 
 SETTINGS = Settings.model_validate({"pool": {"name": "qwen"}, "gateway": {"url": "http://gateway"}})
 REQUESTS = (Signal.REQUESTS,)

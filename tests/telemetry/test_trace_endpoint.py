@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 from opentelemetry.sdk.trace.export import SpanExporter
 
-from dispatcher.settings import SecretUrl
+from dispatcher.settings.values import SecretUrl
 from dispatcher.telemetry import otlp
 from dispatcher.telemetry.events import Event, add_sink
 from dispatcher.telemetry.otlp import BATCH_SIZE, MAX_QUEUED_SPANS, create_exporter, get_traces_url

@@ -5,12 +5,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from dispatcher.core.requests.submission import QueueFullError
 from dispatcher.lab.memory_queue.entries import Entry, Location
 from dispatcher.lab.memory_queue.state import QueueState
-from dispatcher.ports import DeadRequest, Submission
+from dispatcher.queue.admin_contract import DeadRequest
 from dispatcher.queue.constants import CANCEL_TTL_S
 from dispatcher.queue.requeue import build_resubmission
+from dispatcher.requests.submission import QueueFullError, Submission
 
 
 def submit(queue: QueueState, submissions: Sequence[Submission]) -> int:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from enum import Enum
 
-from dispatcher.core.requests.lanes import Lane, choose_lane, count_losses
+from dispatcher.requests.lanes import Lane, choose_lane, count_losses
 
 NEVER_CLAIMED = 2**62
 

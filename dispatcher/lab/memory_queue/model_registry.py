@@ -7,22 +7,20 @@ from collections import OrderedDict
 from collections.abc import Collection, Hashable, Sequence
 from typing import TypeVar
 
-from dispatcher.ports import ModelRegistryState, PinRequest
-from dispatcher.queue.constants import (
-    CLOCK_STEP_S,
+from dispatcher.features.models.queue.registry_rules import (
     MAX_LABELS_OR_DRAINS,
     MAX_PIN_S,
     MAX_PINS,
     MODEL_IN_USE_S,
     WARM_MARKER_S,
     WARM_UP_LOCK_S,
-)
-from dispatcher.queue.model_registry import (
     are_valid_names,
     describe_decision,
     filter_valid_pairs,
     make_limit_error,
 )
+from dispatcher.features.models.registry import ModelRegistryState, PinRequest
+from dispatcher.queue.constants import CLOCK_STEP_S
 
 Name = TypeVar("Name", bound=Hashable)
 

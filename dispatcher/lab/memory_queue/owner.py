@@ -5,34 +5,31 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, TypeVar, cast
 
-from dispatcher.core.requests.forecast import QueueSnapshot
-from dispatcher.core.requests.lanes import ONE_PER_LANE, Lane
-from dispatcher.core.sequences.decisions import SequenceTerms
-from dispatcher.core.sequences.turns import Turn
+from dispatcher.features.models.queue.waiting import ReturnedRequests
+from dispatcher.features.models.registry import ModelRegistryState, PinRequest
+from dispatcher.features.sequences.decisions import SequenceTerms, TurnGranted
+from dispatcher.features.sequences.queue.calls import RemainingRequest
+from dispatcher.features.sequences.queue.steps import ClaimTurnsResult
+from dispatcher.features.sequences.turns import Turn
 from dispatcher.lab.memory_queue import results, sequences, steps
 from dispatcher.lab.memory_queue.entries import Entry
 from dispatcher.lab.memory_queue.queue_admin import MemoryStore
 from dispatcher.lab.memory_queue.state import LeaseRecord
 from dispatcher.lab.memory_queue.steps import Caller
 from dispatcher.lab.memory_queue.sweep import sweep
-from dispatcher.ports import (
+from dispatcher.queue.contract import (
     ClaimResult,
-    ClaimTurnsResult,
     DeadLetter,
     EndAndClaimResult,
     Lease,
     LeaseCounts,
     LeaseUnitsResult,
-    ModelRegistryState,
     Overload,
     Permit,
-    PinRequest,
-    QueueCounts,
     Release,
-    RemainingRequest,
     RenewResult,
-    ReturnedRequests,
     Settlement,
     SettleStatus,
     SharedState,
@@ -40,6 +37,11 @@ from dispatcher.ports import (
     UnleasedRequest,
 )
 from dispatcher.queue.owners import DeadOwnerDetector
+from dispatcher.requests.forecast import QueueSnapshot
+from dispatcher.requests.lanes import ONE_PER_LANE, Lane
+from dispatcher.requests.queue_counts import QueueCounts
+
+T = TypeVar("T")
 
 
 class MemoryQueue:
@@ -78,6 +80,11 @@ class MemoryQueue:
         """Fall silent, as if the process had ended."""
         if self._wake_event in self._pool.wake_events:
             self._pool.wake_events.remove(self._wake_event)
+
+    def open_calls(self, calls: Callable[[Any], T]) -> T:
+        """Return this queue, which has the calls of all features itself."""
+        itself: Any = self
+        return cast("T", itself)
 
     def unix_now(self) -> float:
         return self._pool.unix_now()
@@ -177,7 +184,7 @@ class MemoryQueue:
         return EndAndClaimResult(
             statuses,
             self._build_claim_result(caller, taken, waiting),
-            [sequences.get_granted_turn(queue, each.entry) for each in taken],
+            [_encode_granted_turn(sequences.get_granted_turn(queue, each.entry)) for each in taken],
         )
 
     def _build_claim_result(
@@ -262,7 +269,7 @@ class MemoryQueue:
             more, _, due_at, again, _ = sweep(self._queue, caller, ended_owners)
             reclaimed, turns = reclaimed + more, turns + again
         due_at = None if due_at is None else self._to_own_time(due_at)
-        return SweepSummary(reclaimed, due, due_at, self._pool.lost_units, turns, revoked)
+        return SweepSummary(reclaimed, due, due_at, self._pool.lost_units, turns + revoked)
 
     def _find_ended_owners(self) -> Sequence[str]:
         """Return the owners that hold leases and are proven to have ended."""
@@ -345,6 +352,10 @@ class MemoryQueue:
             probing_owner=pool.probing_owner,
             is_paused=pool.pause is not None,
         )
+
+
+def _encode_granted_turn(granted: TurnGranted) -> tuple[int, bytes, bool, bytes]:
+    return granted.index, granted.sticky_token.encode(), granted.is_first, granted.conversation
 
 
 def _to_lease(lease: LeaseRecord) -> Lease:

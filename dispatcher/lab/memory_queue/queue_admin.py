@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
-from dispatcher.core.requests.found_request import FoundRequest, LookupPage, RequestLocation, SearchTerms
-from dispatcher.core.sequences.decisions import SequencePage
-from dispatcher.core.sequences.turns import SequenceSnapshot, SequenceStatus
+from dispatcher.features.models.queue.registry_rules import check_names
+from dispatcher.features.models.registry import ModelRegistryState
+from dispatcher.features.sequences.decisions import SequencePage
+from dispatcher.features.sequences.turns import SequenceSnapshot, SequenceStatus
 from dispatcher.lab.memory_queue import admin_steps as steps
 from dispatcher.lab.memory_queue import search, sequences
 from dispatcher.lab.memory_queue.state import PoolState, QueueState
 from dispatcher.lab.memory_queue.steps import count_waiting_by_model
-from dispatcher.ports import DeadRequest, ModelRegistryState, QueueCounts, Submission
+from dispatcher.queue.admin_contract import DeadRequest
 from dispatcher.queue.constants import CANCEL_TTL_S
 from dispatcher.queue.keys import QueueNames
-from dispatcher.queue.model_registry import check_names
+from dispatcher.requests.found_request import FoundRequest, LookupPage, RequestLocation, SearchTerms
+from dispatcher.requests.queue_counts import QueueCounts
+from dispatcher.requests.submission import Submission
+
+T = TypeVar("T")
 
 
 class MemoryStore:
@@ -65,6 +71,11 @@ class MemoryStore:
         """Take a result like RPOP of a consumer. Without a name, from the default list."""
         results = self.result_lists.get(name or self.default_result_list)
         return results.pop() if results else None
+
+    def open_calls(self, calls: Callable[[Any], T]) -> T:
+        """Return this queue, which has the calls of all features itself."""
+        itself: Any = self
+        return cast("T", itself)
 
     async def submit(self, submissions: Sequence[Submission]) -> int:
         self.pool.check_available()

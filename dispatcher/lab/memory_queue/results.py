@@ -6,18 +6,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from dispatcher.core.requests.result import decode_result, encode_bad_list
+from dispatcher.features.sequences.queue.turn_end import TurnEnd
 from dispatcher.lab.memory_queue import sequences
 from dispatcher.lab.memory_queue.entries import NEVER_CLAIMED, Entry, Location
 from dispatcher.lab.memory_queue.state import QueueState
-from dispatcher.ports import (
-    CallRefusedError,
-    DeadLetter,
-    QueueUnavailableError,
-    Settlement,
-    SettleStatus,
-    UnleasedRequest,
-)
+from dispatcher.queue.contract import DeadLetter, Settlement, SettleStatus, UnleasedRequest
+from dispatcher.requests.result import decode_result, encode_bad_list
+from dispatcher.requests.submission import CallRefusedError, QueueUnavailableError
 
 
 def settle(
@@ -38,6 +33,10 @@ def settle(
     return statuses
 
 
+def _get_turn_end(settlement: Settlement) -> TurnEnd | None:
+    return settlement.extra if isinstance(settlement.extra, TurnEnd) else None
+
+
 def _settle_lease(
     queue: QueueState, end: Settlement | DeadLetter, now: float, ready_entries: list[Entry]
 ) -> SettleStatus:
@@ -54,7 +53,7 @@ def _settle_lease(
     status = _write_result(queue, settlement)
     pool.end_lease(grant)
     pool.settled_count += 1
-    ready_entries += sequences.end_turn(queue, grant.entry, settlement.turn_end, now)
+    ready_entries += sequences.end_turn(queue, grant.entry, _get_turn_end(settlement), now)
     if dead_letter is None:
         queue.remove_entry(grant.entry)
     else:
@@ -136,5 +135,5 @@ def settle_unleased(queue: QueueState, items: Sequence[tuple[UnleasedRequest, Se
     for entry, settlement in there.values():
         _write_result(queue, settlement)
         queue.remove_entry(entry)
-        sequences.end_turn(queue, entry, settlement.turn_end, now)
+        sequences.end_turn(queue, entry, _get_turn_end(settlement), now)
     return len(there)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dispatcher.core.requests.found_request import (
+from dispatcher.lab.memory_queue.entries import NEVER_CLAIMED, Entry, Location
+from dispatcher.lab.memory_queue.state import QueueState
+from dispatcher.requests.found_request import (
     LOCATION_BY_LANE,
     QUEUED_LOCATIONS,
     FoundRequest,
@@ -13,9 +15,7 @@ from dispatcher.core.requests.found_request import (
     SearchTerms,
     encode_spellings,
 )
-from dispatcher.core.requests.request import Request, parse_member
-from dispatcher.lab.memory_queue.entries import NEVER_CLAIMED, Entry, Location
-from dispatcher.lab.memory_queue.state import QueueState
+from dispatcher.requests.request import Request, parse_member
 
 
 def list_requests(queue: QueueState, state: RequestLocation, max_count: int, after: str) -> LookupPage:

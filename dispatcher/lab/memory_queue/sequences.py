@@ -1,5 +1,5 @@
 """Steps of claim_turns.lua, find_remaining_requests.lua and sequence_admin.lua: the rules of
-core/sequences/rules.py on a `QueueState`."""
+lab/memory_queue/sequence_rules.py on a `QueueState`."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from dispatcher.core.requests.oversize import cut_member
-from dispatcher.core.requests.request import Request, parse_member
-from dispatcher.core.sequences.decisions import (
+from dispatcher.features.sequences.decisions import (
     SequencePage,
     SequenceTerms,
     TurnDecision,
-    TurnEnd,
     TurnGranted,
     TurnWaits,
 )
-from dispatcher.core.sequences.runs import CancelMark, SequenceRecord
-from dispatcher.core.sequences.turns import MAX_WAITING_SHOWN, SequenceSnapshot, SequenceStatus, Turn
+from dispatcher.features.sequences.queue.calls import RemainingRequest
+from dispatcher.features.sequences.queue.turn_end import TurnEnd, get_sequence_owner
+from dispatcher.features.sequences.turns import SequenceSnapshot, SequenceStatus, Turn
 from dispatcher.lab.memory_queue import admin_steps
 from dispatcher.lab.memory_queue.entries import Entry, Location
+from dispatcher.lab.memory_queue.sequence_runs import CancelMark, SequenceRecord
 from dispatcher.lab.memory_queue.state import QueueState
-from dispatcher.ports import Lease, RemainingRequest, UnleasedRequest
+from dispatcher.queue.contract import Lease, UnleasedRequest
+from dispatcher.queue.lua_files import FEATURE_CONSTANTS as LIMITS
+from dispatcher.requests.oversize import cut_member
+from dispatcher.requests.request import Request, parse_member
 
 
 def claim_turns(
@@ -50,7 +52,7 @@ def _claim_turn(queue: QueueState, lease: Lease, turn: Turn, now: float) -> Turn
 
 
 def _with_owner(queue: QueueState, turn: Turn) -> Turn:
-    return structs.replace(turn, owner=queue.names.get_sequence_owner(turn))
+    return structs.replace(turn, owner=get_sequence_owner(queue.names, turn))
 
 
 def return_ready_entries(queue: QueueState) -> list[Entry]:
@@ -108,7 +110,7 @@ def list_sequences(
 
 def get_sequence(queue: QueueState, name: str) -> SequenceSnapshot | None:
     one = queue.sequences.records.get(name)
-    return None if one is None else _to_sequence_state(queue, one, MAX_WAITING_SHOWN)
+    return None if one is None else _to_sequence_state(queue, one, LIMITS["MAX_WAITING_SHOWN"])
 
 
 def _to_sequence_state(queue: QueueState, sequence: SequenceRecord, max_waiting: int) -> SequenceSnapshot:

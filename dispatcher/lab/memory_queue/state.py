@@ -16,16 +16,18 @@ from dataclasses import replace
 
 import msgspec
 
-from dispatcher.core.requests.lanes import CLOSED_LANES, Lane, rank_in_queue
-from dispatcher.core.requests.oversize import MAX_ENVELOPE_BYTES, cut_member
-from dispatcher.core.requests.result import NOT_A_LIST
-from dispatcher.core.requests.score import PRIORITIES, PRIORITY_STEP, decode_deadline
-from dispatcher.core.sequences.decisions import SequenceCounts
-from dispatcher.core.sequences.rules import SequenceTable
+from dispatcher.features.sequences.decisions import SequenceCounts
 from dispatcher.lab.memory_queue.entries import NEVER_CLAIMED, Entry, EntryHeap, Location, ModelWaitIndex
 from dispatcher.lab.memory_queue.model_registry import MemoryModelRegistry
-from dispatcher.ports import Lease, Overload, Permit, QueueCounts, QueueUnavailableError
+from dispatcher.lab.memory_queue.sequence_rules import SequenceTable
+from dispatcher.queue.contract import Lease, Overload, Permit
 from dispatcher.queue.keys import QueueNames
+from dispatcher.requests.lanes import CLOSED_LANES, Lane, rank_in_queue
+from dispatcher.requests.oversize import MAX_ENVELOPE_BYTES, cut_member
+from dispatcher.requests.queue_counts import QueueCounts
+from dispatcher.requests.result import NOT_A_LIST
+from dispatcher.requests.score import PRIORITIES, PRIORITY_STEP, decode_deadline
+from dispatcher.requests.submission import QueueUnavailableError
 
 
 def _get_place(entry: Entry, lane: Lane | None) -> tuple[float, bool, bytes, int]:

@@ -13,28 +13,20 @@ from operator import itemgetter
 
 import msgspec
 
-from dispatcher.core.requests.forecast import MAX_REPLICAS_LISTED, QueueSnapshot, Replica, summarize_requests
-from dispatcher.core.requests.lanes import CLOSED_LANES, Lane, compute_lane_room, shorten_model_name
+from dispatcher.features.models.queue.waiting import MAX_RETURNED_PER_CALL, ModelWait, ReturnedRequests
 from dispatcher.lab.memory_queue.entries import Entry, Location
 from dispatcher.lab.memory_queue.state import LeaseRecord, PoolState, QueueState
-from dispatcher.ports import (
-    Lease,
-    Overload,
-    Permit,
-    Release,
-    ReturnedRequests,
-    SettleStatus,
-)
 from dispatcher.queue.constants import (
     CLAIM_BYTES,
     CLOCK_STEP_S,
     JUST_LEASED_S,
-    MAX_COUNTED_MODELS,
     MAX_PASSED_OVER,
-    MAX_RETURNED_PER_CALL,
     REPLY_TTL_S,
     SAME_READING_S,
 )
+from dispatcher.queue.contract import Lease, Overload, Permit, Release, SettleStatus
+from dispatcher.requests.forecast import MAX_REPLICAS_LISTED, QueueSnapshot, Replica, summarize_requests
+from dispatcher.requests.lanes import CLOSED_LANES, Lane, compute_lane_room, shorten_model_name
 
 _ONE_OF_EACH_OPEN = dict.fromkeys(set(Lane) - CLOSED_LANES, 1)
 """Room of 1 for each lane that is not closed, to find the request that comes first of all."""
@@ -117,7 +109,7 @@ def _get_limit_and_room(
 
 
 def _share_and_get_limit(pool: PoolState, caller: Caller, permit: Permit) -> int | None:
-    """Share a permit. Return the limit in units by which its owner may lease, or `None` if it may lease
+    """Share a permit. Return the limit in units for leases of its owner, or `None` if it may lease
     nothing."""
     if pool.pause is not None:
         return None
@@ -353,11 +345,9 @@ def release(
         queue.pool.end_lease(grant)
         if release_.new_score is not None:
             entry.score = release_.new_score
-        if release_.missing_model:
-            entry.missing_model, entry.cancel_key = (
-                shorten_model_name(release_.missing_model),
-                release_.cancel_key,
-            )
+        if isinstance(release_.extra, ModelWait):
+            entry.missing_model = shorten_model_name(release_.extra.model)
+            entry.cancel_key = release_.cancel_key
             queue.move_entry(entry, Location.RETURNED)
         elif release_.delay_s > 0:
             queue.move_entry(entry, Location.DELAYED, now + release_.delay_s)
@@ -385,8 +375,8 @@ def count_waiting_by_model(queue: QueueState) -> dict[str, int]:
     """Return the number of waiting requests by model. If there are too many models, each call returns
     others."""
     counts = list(queue.model_waits.count_by_model.items())
-    from_ = int(queue.pool.unix_now() * 1e6) % len(counts) if len(counts) > MAX_COUNTED_MODELS else 0
-    return dict((counts[from_:] + counts[:from_])[:MAX_COUNTED_MODELS])
+    from_ = int(queue.pool.unix_now() * 1e6) % len(counts) if len(counts) > 1000 else 0
+    return dict((counts[from_:] + counts[:from_])[:1000])
 
 
 def is_cancelled(queue: QueueState, request_id: str, token: str) -> bool:

@@ -10,27 +10,29 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, cast
 
-from dispatcher.core.gateway.outcome import Outcome, RetryPolicy
-from dispatcher.core.limit.allowance import Allowance
-from dispatcher.core.limit.budget import Policy as Budgeting
-from dispatcher.core.limit.budget import Reason, Signal
-from dispatcher.core.limit.limiter import Limiter
-from dispatcher.core.limit.poll import Poll, ReadFailure
-from dispatcher.core.limit.staleness import StalenessLimit
-from dispatcher.core.limit.utilization import UtilizationMeter
-from dispatcher.core.requests.request import Request, encode_member
-from dispatcher.core.requests.score import PRIORITIES, PRIORITY_STEP
-from dispatcher.core.requests.units import compute_units
-from dispatcher.dispatch import Dispatcher, Journal, Options
-from dispatcher.dispatch.completions import Completion
-from dispatcher.dispatch.in_flight import InFlightLease
+from dispatcher.features.all_features import AllFeatures
+from dispatcher.gateway.contract import AttemptResult, Gateway
+from dispatcher.kernel import Dispatcher, Journal, Options
+from dispatcher.kernel.completions import Completion
+from dispatcher.kernel.in_flight import InFlightLease
 from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
 from dispatcher.lab.simulation import sliced_requests
 from dispatcher.lab.simulation.policies import Policy
 from dispatcher.lab.simulation.scenario import Scenario
 from dispatcher.lab.simulation.transport import JobEnd, SimulatedGateway, SimulatedTransport
 from dispatcher.lab.simulation.world import Job
-from dispatcher.ports import AttemptResult, Gateway, Queue, SettleStatus
+from dispatcher.limit.allowance import Allowance
+from dispatcher.limit.budget import Policy as Budgeting
+from dispatcher.limit.budget import Reason, Signal
+from dispatcher.limit.limiter import Limiter
+from dispatcher.limit.poll import Poll, ReadFailure
+from dispatcher.limit.staleness import StalenessLimit
+from dispatcher.limit.utilization import UtilizationMeter
+from dispatcher.queue.contract import Queue, SettleStatus
+from dispatcher.requests.outcomes.outcome import Outcome, RetryPolicy
+from dispatcher.requests.request import Request, encode_member
+from dispatcher.requests.score import PRIORITIES, PRIORITY_STEP
+from dispatcher.requests.units import compute_units
 from dispatcher.signals.readings import PollReadings
 from dispatcher.telemetry.metrics import Metrics
 
@@ -137,6 +139,7 @@ class Replica:
             options,
             journal or _MeterOnlyJournal(Metrics()),
             random.Random(f"{seed}/{owner}"),
+            build_features=AllFeatures,
             weigh_request=weigh,
         )
         self.task = tasks.create_task(self.dispatcher.run(), name=owner)
@@ -189,7 +192,7 @@ class DispatcherPolicy(Policy):
             lease_s=lease_s,
             owner_timeout_s=min(OWNER_TIMEOUT_S, lease_s),
             default_path=sliced_requests.PATH,
-            slicing=sliced_requests.build_options(scenario.slice_tokens, revokes=scenario.revokes_slices),
+            of_features=sliced_requests.build_options(scenario.slice_tokens, revokes=scenario.revokes_slices),
         )
         self._time = asyncio.get_running_loop().time
         clock = self._read_stepping_clock if scenario.clock_steps else self._time

@@ -16,15 +16,15 @@ from enum import StrEnum
 from functools import partial
 from math import inf
 
-from dispatcher.core.limit.budget import Reason, round_down
-from dispatcher.core.limit.utilization import UtilizationMeter
-from dispatcher.core.slices.size import vary_tokens
 from dispatcher.lab.simulation import policies, virtual_loop
 from dispatcher.lab.simulation.dispatcher_policy import DispatcherPolicy
 from dispatcher.lab.simulation.scenario import Scenario
 from dispatcher.lab.simulation.transport import JobEnd, SimulatedTransport
 from dispatcher.lab.simulation.world import Job, PoolState, World, make_realtime_jobs
+from dispatcher.lab.standin.scorer import StaleScorer
 from dispatcher.lab.standin.trace import Trace
+from dispatcher.limit.budget import Reason, round_down
+from dispatcher.limit.utilization import UtilizationMeter
 from dispatcher.signals.readings import PollReadings
 from dispatcher.telemetry.events import divert_events
 
@@ -171,6 +171,7 @@ class _Experiment:
             outages=scenario.outages,
             time_step_s=scenario.effective_time_step_s,
             evicts=scenario.evicts,
+            scorer=StaleScorer(scenario.scorer_scrape_s, scenario.seed) if scenario.scorer_scrape_s else None,
             on_pod_count=self._handle_pod_change,
         )
         self._scenario = scenario
@@ -261,6 +262,9 @@ class _Experiment:
         if scenario.slice_tokens is None:
             job = batch.make_job(request.tokens)
         else:
+            # A build without the feature simulates whole requests.
+            from dispatcher.features.slices.size import vary_tokens
+
             self._slice_number += 1
             max_tokens = vary_tokens(scenario.slice_tokens, self._slice_number)
             job = scenario.make_call(request.tokens, request.generated_tokens, max_tokens)

@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from dispatcher.core.limit.budget import Policy, Signal
 from dispatcher.lab.simulation.world import PoolState
 from dispatcher.lab.standin.model import KV_AT_FULL, WAITING_AT_FULL
+from dispatcher.limit.budget import Policy, Signal
 from dispatcher.signals.epp.series import PoolView
 from dispatcher.signals.readings import PickerFacts, PollReadings, derive_readings, list_possible_signals
 
 REQUEST_TOKENS, POD_TOKENS = 650, 1_000_000
 """Average tokens of a request, and the default number of tokens per endpoint in the token mode of the
 picker."""
+KV_FULL = 0.1
+"""Share of the KV cache that is in use while every slot is taken."""
 
 
 class Detector(StrEnum):
@@ -72,12 +74,10 @@ class Exporter:
     picker_per_pod: float
     """maxConcurrency of the picker."""
     detector: Detector = Detector.CONCURRENCY
-    kv_full: float = 0.1
-    """Share of the KV cache that is in use while all slots are taken."""
     flush_s: float = 0.0
     """Interval at which the averages are renewed. 0 if they are always current."""
     stamp_s: float = 0.0
-    """Time by which the timestamp of a sample is later than the sample."""
+    """Delay of the timestamp of a sample after the sample."""
     shows_running: bool = True
     """True if the page shows the requests that the picker sent and that have no answer yet. This number is
     always current."""
@@ -125,6 +125,8 @@ class Exporter:
             waiting=self._count_waiting_in_pods(averaged) / max(1, averaged.pods),
             kv_cache=self._compute_kv_usage(averaged),
             server_queued=self._get_last_read_waiting(state) if self.shows_server_queues else None,
+            endpoints_with_room=float(state.last_read_pods_with_room) if self.shows_server_queues else None,
+            running_deviation=averaged.running_deviation,
             ready=state.pods,
             in_flight=sent if self.shows_running else None,
             utilization_detectors=frozenset({"default"} if self.detector.uses_server_queues else ()),
@@ -177,4 +179,4 @@ class Exporter:
 
     def _compute_kv_usage(self, state: PoolState) -> float:
         # No slots: the detector treats a pool without servers as full.
-        return self.kv_full * state.running / state.slots if state.slots else 1.0
+        return KV_FULL * state.running / state.slots if state.slots else 1.0

@@ -11,11 +11,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dispatcher.core.limit.budget import Reason
 from dispatcher.lab.simulation.experiment import PolicyName, Run, TimelineSample
 from dispatcher.lab.simulation.report import Comparison, Row
 from dispatcher.lab.simulation.scenario import Scenario
 from dispatcher.lab.simulation.sweep import SweepResult
+from dispatcher.limit.budget import Reason
 
 INSTALL = "pip install 'batch-dispatcher[plots]'"
 INK, FAINT, PAPER = "#1f2933", "#7b8794", "#ffffff"

@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from math import inf
 
-from dispatcher.core.limit.budget import Policy as Budgeting
-from dispatcher.core.limit.budget import Reading, Reason, compute_budget
-from dispatcher.core.limit.utilization import UtilizationMeter
 from dispatcher.lab.simulation.transport import JobEnd
+from dispatcher.limit.budget import Policy as Budgeting
+from dispatcher.limit.budget import Reading, Reason, compute_budget
+from dispatcher.limit.utilization import UtilizationMeter
 from dispatcher.signals.readings import PollReadings
 
 BACKOFF_S = 2.0

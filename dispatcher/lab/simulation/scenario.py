@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import ceil, inf
 
-from dispatcher.core.limit.budget import Policy as Budgeting
-from dispatcher.core.limit.budget import Signal
 from dispatcher.lab.simulation.metrics import POD_TOKENS, REQUEST_TOKENS, Detector, Exporter, Signals
 from dispatcher.lab.simulation.transport import ANSWER_S, SEND_S
 from dispatcher.lab.simulation.world import BatchProfile, Job
 from dispatcher.lab.standin.model import BATCH_CONTEXT, TOKEN_S, WAITING_AT_FULL, compute_work_s
+from dispatcher.limit.budget import Policy as Budgeting
+from dispatcher.limit.budget import Signal
 
 MAX_EXACT_S = 1_800.0
 """Duration up to which a simulation is exact. Longer ones use time steps, unless the caller asks
@@ -64,13 +64,16 @@ class Scenario:
     jitter: float = 0.0
     """Maximum delay of a scrape, as a share of the scrape interval."""
     stamp_s: float = 0.0
-    """Time by which the timestamp of a sample is later than the sample."""
+    """Delay of the timestamp of a sample after the sample."""
     flush_s: float = 5.0
     """Interval at which the picker renews its averages. 0 if they are always current."""
     flush_phase_s: float | None = None
     """Time of the first renewal. `None` to draw it from the seed."""
     metrics_refresh_s: float = 0.5
     """Interval at which the picker reads the metrics of its model servers. 0 if it sees every change at
+    once."""
+    scorer_scrape_s: float = 0.0
+    """Interval at which the scorers of the picker learn the load of each pod. 0 if they see every change at
     once."""
     shows_running: bool = True
     """True if the picker shows the requests that it sent and that have no answer yet."""
@@ -80,7 +83,6 @@ class Scenario:
     signals: Signals = Signals.AUTO
     pickers: int = 1
     """Number of active replicas of the picker, each with an even share of the requests."""
-    kv_full: float = 0.1
     reserve: float = 0.05
     max_age_s: float | None = None
     """Value of `signals.max_age_s`. `None` for the default: 10 s for direct scrapes, 60 s for older
@@ -193,7 +195,6 @@ class Scenario:
             detector=self.detector
             if self.has_flow_control or self.detector is Detector.SERVERS
             else Detector.NONE,
-            kv_full=self.kv_full,
             flush_s=self.flush_s,
             stamp_s=self.stamp_s,
             shows_running=self.shows_running,
@@ -225,7 +226,7 @@ class Scenario:
     ) -> Job:
         """Make the job of a call that generates at most `max_tokens` tokens of a batch request.
 
-        The request has `tokens` tokens, of which earlier slices have generated `generated_tokens`. A first
+        The request has `tokens` tokens, and earlier slices have generated `generated_tokens` of them. A first
         slice processes the context, a later one finds it in the prefix cache.
         """
         new_tokens = min(max_tokens, tokens - generated_tokens)

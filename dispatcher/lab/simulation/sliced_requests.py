@@ -10,11 +10,9 @@ from math import isnan
 
 import msgspec
 
-from dispatcher.core.requests.request import Request
-from dispatcher.core.slices.eligibility import SliceTerms
-from dispatcher.dispatch.options import SliceOptions
 from dispatcher.lab.simulation.world import Job
 from dispatcher.lab.standin.model import BATCH_CONTEXT, TOKEN_S
+from dispatcher.requests.request import Request
 
 PATH = "/v1/completions"
 PAYLOAD_TEMPLATE = b'{"prompt":"%d","max_tokens":"%d"}'
@@ -36,14 +34,19 @@ class _Body(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Body).decode
 
 
-def build_options(slice_tokens: int | None, *, revokes: bool) -> SliceOptions:
-    """Return the options for slices of this number of tokens. `None` to send each request in one call.
-    `revokes` is True to end slices early for realtime requests."""
+def build_options(slice_tokens: int | None, *, revokes: bool) -> dict[type, object]:
+    """Return the options of the feature for slices of this number of tokens. `None` to send each request in
+    one call. `revokes` is True to end slices early for realtime requests."""
     if slice_tokens is None:
-        return SliceOptions()
+        return {}
+    # A build without the feature simulates whole requests.
+    from dispatcher.features.slices.eligibility import SliceTerms
+    from dispatcher.features.slices.options import SliceOptions
+
     terms = SliceTerms(slice_tokens, min_tokens=slice_tokens + 1, paths=(PATH,))
     # The simulated servers are not checked: they do not generate text that could differ.
-    return SliceOptions(is_on=True, terms=terms, skips_check=True, is_streamed=revokes, revokes=revokes)
+    options = SliceOptions(is_on=True, terms=terms, skips_check=True, is_streamed=revokes, revokes=revokes)
+    return {SliceOptions: options}
 
 
 def parse_payload(payload: bytes) -> tuple[int, int, int]:
@@ -60,7 +63,7 @@ def build_answer(request: Request, job: Job) -> bytes:
 
 
 def build_events(request: Request, job: Job, until: float) -> list[bytes]:
-    """Return the events with what a streamed slice has generated until a time."""
+    """Return the events of a streamed slice with the tokens that it has generated until a time."""
     tokens = _count_generated_tokens(job, until)
     return [b"data: %b\n\n" % _fill_template(request, job, tokens, b"null")] if tokens > 0 else []
 

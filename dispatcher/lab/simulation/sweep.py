@@ -28,13 +28,13 @@ class _Sweepable:
 
 SWEEPABLE: Mapping[str, _Sweepable] = {
     "reserve": _Sweepable(lambda setting, value: replace(setting, reserve=value), 0.0, 0.99),
-    "scrape": _Sweepable(lambda setting, value: replace(setting, scrape_s=value), 0.01, 3600.0),
-    "lag": _Sweepable(lambda setting, value: replace(setting, lag_s=value), 0.0, 3600.0),
-    "batch-tokens": _Sweepable(
+    "scrape_s": _Sweepable(lambda setting, value: replace(setting, scrape_s=value), 0.01, 3600.0),
+    "lag_s": _Sweepable(lambda setting, value: replace(setting, lag_s=value), 0.0, 3600.0),
+    "batch_tokens": _Sweepable(
         lambda setting, value: replace(setting, batch=replace(setting.batch, tokens=value)), 1.0, 1e6
     ),
 }
-"""Options that can be swept. None of them changes the realtime requests."""
+"""Keys of a scenario file that can be swept. None of them changes the realtime requests."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,10 @@ from enum import Enum
 from functools import partial
 from math import inf, isnan
 
-from dispatcher.core.gateway.outcome import (
+from dispatcher.gateway.contract import AttemptResult
+from dispatcher.lab.simulation import sliced_requests
+from dispatcher.lab.simulation.world import Arrival, Job, World
+from dispatcher.requests.outcomes.outcome import (
     EVICTED_REASON,
     Delivered,
     Evicted,
@@ -28,10 +31,7 @@ from dispatcher.core.gateway.outcome import (
     Unreachable,
     Unsent,
 )
-from dispatcher.core.requests.request import Request
-from dispatcher.lab.simulation import sliced_requests
-from dispatcher.lab.simulation.world import Arrival, Job, World
-from dispatcher.ports import AttemptResult
+from dispatcher.requests.request import Request
 
 SEND_S = 0.002
 ANSWER_S = 0.003

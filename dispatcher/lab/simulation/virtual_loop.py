@@ -3,13 +3,15 @@
 The real dispatch loop runs on it, one hour of traffic in seconds. The time stands still while callbacks are
 ready, and jumps to the next timer when none is. The loop differs from that of asyncio where a million timers
 would be slow: handles are light and sorted by a number, and sockets are polled only when there is nothing
-else to do.
+else to do. It replaces four methods that asyncio calls on its own loops, of which
+tests/lab/simulation/test_virtual_loop.py checks that the Python in use still has them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+import selectors
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context, copy_context
@@ -61,7 +63,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._numbers = count(1)
         self._cleanup_threshold = MIN_CLEANUP_TIMERS
         """Number of timers at which cancelled ones are removed."""
-        super().__init__()
+        self._is_stopped = False
+        self._polled_sockets = selectors.DefaultSelector()
+        super().__init__(self._polled_sockets)
+
+    def stop(self) -> None:
+        self._is_stopped = True
+        super().stop()
 
     def time(self) -> float:
         return self._now
@@ -127,7 +135,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """
         due, timers, pop = self._ready_handles, self._timers, heapq.heappop
         while True:
-            if not due and not self._stopping:  # type: ignore[attr-defined]
+            if not due and not self._is_stopped:
                 while timers and timers[0][2].callback is None:
                     pop(timers)
                 if timers:
@@ -152,12 +160,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                     self.call_exception_handler(
                         {"message": f"Exception in {handle!r}", "exception": error, "handle": handle}
                     )
-            if self._stopping:  # type: ignore[attr-defined]
+            if self._is_stopped:
+                self._is_stopped = False
                 return
 
     def _poll_sockets(self) -> None:
         """Poll the sockets without waiting."""
-        ready = self._selector.select(0)  # type: ignore[attr-defined]
+        ready = self._polled_sockets.select(0)
         if not ready:
             raise StuckError("nothing is ready and no timer is set: the simulation would wait for ever")
         self._process_events(ready)  # type: ignore[attr-defined]

@@ -25,6 +25,7 @@ from itertools import chain
 from math import floor, inf, nan
 from operator import itemgetter
 from random import Random
+from statistics import pstdev
 
 import msgspec
 
@@ -36,6 +37,7 @@ from dispatcher.lab.standin.model import (
     compute_work_s,
     draw_tokens,
 )
+from dispatcher.lab.standin.scorer import StaleScorer
 from dispatcher.lab.standin.trace import Trace
 
 
@@ -122,6 +124,10 @@ class PoolState:
     pods: int = 1
     last_read_waiting_in_pods: int = 0
     """Number of requests that waited in the pods when the picker last read their metrics."""
+    last_read_pods_with_room: int = 0
+    """Number of pods in which no request waited then."""
+    running_deviation: float = 0.0
+    """Standard deviation of the running requests of a pod."""
 
     @property
     def running(self) -> int:
@@ -161,7 +167,7 @@ class Pod:
 
     @property
     def load(self) -> float:
-        """Load by which the picker chooses a pod."""
+        """Load that the picker compares to choose a pod."""
         return (self.running + self.waiting) / self.slots if self.slots else inf
 
 
@@ -178,6 +184,9 @@ class World:
     `get_admission_limit` returns. The picker reads the metrics of the pods every `metrics_refresh_s`, first
     at `metrics_refresh_phase_s`, and acts on what it read, so that a burst passes before the pods are seen to
     be full; 0 lets it see every change at once.
+
+    `scorer` chooses the pod for each request, by the loads of its last scrape. Without it, the pod with the
+    lowest load is chosen.
 
     With `evicts` the picker stops the newest running batch request of a pod for each realtime request that
     finds no free slot there. What the batch request has generated is lost.
@@ -206,6 +215,7 @@ class World:
         outages: Sequence[tuple[float, float]] = (),
         time_step_s: float = 0.0,
         evicts: bool = False,
+        scorer: StaleScorer | None = None,
         on_start: Callable[[Job, float], None] = lambda job, ends_at: None,
         on_finish: Callable[[Job], None] = lambda job: None,
         on_dropped: Callable[[Job], None] = lambda job: None,
@@ -220,6 +230,7 @@ class World:
         self.peak_requests = 0
         """Maximum number of requests in the pool so far, running and waiting."""
         self.evicts = evicts
+        self._scorer = scorer
         self._reserve = reserve
         self._time_step_s = time_step_s
         self._queue_limit = inf if queue_limit is None else queue_limit
@@ -233,6 +244,7 @@ class World:
         """Time at which the picker next reads the metrics of the pods. Infinite while reading them would
         change nothing."""
         self._last_read_waiting = 0
+        self._last_read_pods_with_room = pods
         self._realtime = iter(realtime)
         self._next_realtime = next(self._realtime, None)
         self._changes: list[tuple[float, Callable[[], None]]] = [
@@ -264,8 +276,17 @@ class World:
         return self._waiting_in_pods[False] + self._waiting_in_pods[True]
 
     @property
+    def _pods_with_room_count(self) -> int:
+        return len([pod for pod in self._pods if not pod.waiting])
+
+    @property
     def _picker_waiting_count(self) -> int:
         return self._waiting_in_picker[False] + self._waiting_in_picker[True]
+
+    @property
+    def pod_loads(self) -> list[int]:
+        """Running and waiting requests of each pod."""
+        return [pod.running + pod.waiting for pod in self._pods]
 
     @property
     def realtime_waiting(self) -> Iterable[Job]:
@@ -286,6 +307,10 @@ class World:
             last_read_waiting_in_pods=self._last_read_waiting
             if self._metrics_refresh_s
             else self._pods_waiting_count,
+            last_read_pods_with_room=self._last_read_pods_with_room
+            if self._metrics_refresh_s
+            else self._pods_with_room_count,
+            running_deviation=pstdev([pod.running for pod in self._pods]) if len(self._pods) > 1 else 0.0,
         )
 
     def next_event_at(self) -> float:
@@ -406,6 +431,9 @@ class World:
             return pod if pod.slots and pod.running + pod.waiting < self._admission_limit else None
         if sum(pod.running + pod.waiting for pod in self._pods) >= self._admission_limit:
             return None
+        if self._scorer is not None and (present := [n for n, pod in enumerate(self._pods) if pod.slots]):
+            self._scorer.record_loads(self.now, [pod.load for pod in self._pods])
+            return self._pods[self._scorer.choose_endpoint(present)]
         least = min(self._pods, key=lambda each: each.load, default=None)
         return least if least is not None and least.slots else None
 
@@ -430,6 +458,7 @@ class World:
     def _refresh_metrics(self) -> None:
         """Let the picker read the metrics of the pods."""
         self._last_read_waiting = self._pods_waiting_count
+        self._last_read_pods_with_room = self._pods_with_room_count
         waits = self._last_read_waiting or self._picker_waiting_count
         # Pauses while nothing waits, to save events.
         self._refresh_at = self._refresh_at + self._metrics_refresh_s if waits else inf
@@ -452,6 +481,8 @@ class World:
         if over > 0:
             self.overshoot.request_seconds += over * (to - self.now)
         self.now = to
+        if self._scorer is not None and to >= self._scorer.scrape_at:
+            self._scorer.record_loads(to, [pod.load for pod in self._pods])
 
     def _update_peaks(self) -> None:
         if self.in_system > self.peak_requests:

@@ -14,14 +14,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from dispatcher.core.requests.headers import (
-    FAIRNESS_ID,
-    OBJECTIVE,
-    OLD_FAIRNESS_ID,
-    OLD_OBJECTIVE,
-    REQUEST_ID,
-    SESSION_TOKEN,
-)
 from dispatcher.lab.standin.generation_api import (
     GeneratedAnswer,
     GenerationConfig,
@@ -36,6 +28,14 @@ from dispatcher.lab.standin.pool import Job, Level, Pool
 from dispatcher.lab.standin.prefixes import PrefixServers, TokenCache
 from dispatcher.lab.standin.replies import Answer, build_content, build_headers, build_plain_text
 from dispatcher.lab.standin.serving import ModelServers, build_not_found
+from dispatcher.requests.headers import (
+    FAIRNESS_ID,
+    OBJECTIVE,
+    OLD_FAIRNESS_ID,
+    OLD_OBJECTIVE,
+    REQUEST_ID,
+    SESSION_TOKEN,
+)
 
 
 class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

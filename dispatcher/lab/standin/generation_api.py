@@ -73,6 +73,9 @@ class GenerationConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True,
     """True if the chat template removes white space at the begin and end of each message."""
     ignores_continue: bool = False
     """True to ignore `continue_final_message` and always begin a new message."""
+    ignores_last_answer: bool = False
+    """True to ignore a last message of the assistant, too, and answer the message before it again. Simulators
+    of model servers do this."""
     rejects_unknown_fields: bool = False
     """True to reject requests with fields that the OpenAI API does not have."""
     no_token_ids: bool = False
@@ -237,7 +240,11 @@ def _apply_template(found: _Body, config: GenerationConfig) -> list[int]:
     """Return the tokens of a chat: role, text and end of each message, then the role of the answer."""
     if not found.messages:
         raise InvalidRequestError("`messages` must not be empty.")
-    continues = found.continue_final_message and not config.ignores_continue
+    messages = found.messages
+    if config.ignores_last_answer and messages[-1].role == "assistant":
+        messages = messages[:-1]
+    ignores_continue = config.ignores_continue or config.ignores_last_answer
+    continues = found.continue_final_message and not ignores_continue
     # Both are checked as in vLLM: its own check misses the default, which the template then rejects.
     if continues and found.add_generation_prompt is True:
         raise InvalidRequestError(
@@ -251,14 +258,14 @@ def _apply_template(found: _Body, config: GenerationConfig) -> list[int]:
             "assistant message instead."
         )
     tokens: list[int] = []
-    for message in found.messages:
+    for message in messages:
         if message.role not in ROLES:
             raise InvalidRequestError(f"Unexpected message role: {message.role}")
         text = message.text.strip() if config.trims_content else message.text
         tokens += [ROLES[message.role], *_encode_text(text, config), END]
     if continues:
         tokens.pop()
-    elif found.add_generation_prompt is not False or config.ignores_continue:
+    elif found.add_generation_prompt is not False or ignores_continue:
         tokens.append(ROLES["assistant"])
         if config.reasoning:
             tokens.append(THINK_START)

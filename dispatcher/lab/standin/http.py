@@ -86,8 +86,11 @@ class Exchange:
 class _Connection(asyncio.Protocol):
     transport: asyncio.Transport
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, close_count: int) -> None:
+        """Create the protocol of a connection that a listener accepted after `close_count` closings of the
+        server."""
         self._server = server
+        self._close_count = close_count
         self._buffer = bytearray()
         self._exchange: Exchange | None = None
         self._incomplete_exchange: Exchange | None = None
@@ -98,7 +101,11 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
-        self._server.connections.add(self)
+        # A TLS handshake that began before the server closed its connections may end only now.
+        if self._close_count != self._server.close_count:
+            self.transport.abort()
+        else:
+            self._server.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -217,6 +224,8 @@ class Server:
         self.port = port
         """Port; 0 until the listener is opened for the first time, and the same from then on."""
         self.connections: set[_Connection] = set()
+        self.close_count = 0
+        """Number of times that all connections were reset."""
         self._tls = tls
         self._listener: asyncio.Server | None = None
         self._blackhole_sockets: list[socket.socket] = []
@@ -230,6 +239,7 @@ class Server:
 
     async def close(self) -> None:
         """Stop listening, so that new connections are refused, and reset all connections."""
+        self.close_count += 1
         for each in self._blackhole_sockets:
             each.close()
         self._blackhole_sockets.clear()
@@ -261,8 +271,9 @@ class Server:
             self._blackhole_sockets.append(filler)
 
     async def _start_listener(self, plain: bool) -> asyncio.Server:
+        close_count = self.close_count
         return await asyncio.get_running_loop().create_server(
-            lambda: _Connection(self),
+            lambda: _Connection(self, close_count),
             self.host,
             self.port,
             ssl=None if plain else self._tls,

@@ -40,6 +40,7 @@ from dispatcher.lab.standin.picker import Picker
 from dispatcher.lab.standin.pool import Pool
 from dispatcher.lab.standin.prefixes import PrefixServers
 from dispatcher.lab.standin.replies import Answer
+from dispatcher.lab.standin.scorer import StaleScorer
 from dispatcher.lab.standin.server_ports import ServerPorts
 from dispatcher.lab.standin.serving import Adapter, ModelServers, Roll, parse_models
 from dispatcher.lab.standin.trace import Trace, TraceError, load_trace
@@ -152,6 +153,14 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         float,
         Meta(description="The picker reads the metrics of the model servers every so many seconds."),
     ] = 0.5
+    scorer_scrape_s: Annotated[
+        float,
+        Meta(
+            description="The picker sends each request to the model server that was least loaded when it "
+            "scraped them last, every so many seconds (0.05 in the real one); 0: a request waits only while "
+            "no server has a free slot."
+        ),
+    ] = 0.0
     flush_s: Annotated[float, Meta(description="Seconds between two rewrites of the averages.")] = 5.0
     metrics_token: Annotated[
         str, Meta(description="The bearer token that /metrics asks for."), "none is asked for"
@@ -257,7 +266,12 @@ class LiveWorld:
             kv_at_full=config.kv_at_full,
         )
         self.pool = Pool(
-            config.slots, config.queue_limit, self._record_pool_state, self.picker.record_latency
+            config.slots,
+            config.queue_limit,
+            self._record_pool_state,
+            self.picker.record_latency,
+            scorer=StaleScorer(config.scorer_scrape_s, config.seed) if config.scorer_scrape_s else None,
+            servers=config.endpoints,
         )
         self.servers = ModelServers(
             config.endpoints, parse_models(config.models), config.cold_s, self._handle_server_change
@@ -421,7 +435,7 @@ class LiveWorld:
             self.picker.admission_limit,
             self.picker.has_queue,
         )
-        self.pool.resize(slots)
+        self.pool.resize(slots, self.picker.endpoints)
 
     def _handle_metrics_refresh(self) -> None:
         """Let requests into the pool after the picker has read the metrics of its model servers."""

@@ -9,7 +9,6 @@ from dispatcher.lab.standin.model import compute_work_s
 from dispatcher.lab.standin.trace import RealtimeRequest, Trace, TraceError, make_trace_from_counts
 
 DEFAULT_SECONDS = 900.0
-ECHO_S = 1.0
 """Maximum time between a request and its echo, before or after."""
 BURST_EVERY_S, BURST_SIZE, BURST_S = 10.0, 45.0, 1.0
 CALM_PER_S = 1.5
@@ -90,22 +89,3 @@ def overlay_copies(trace: Trace, count: int) -> Trace:
         for a in trace.arrivals
     ]
     return Trace(f"{count} × {trace.name}", sorted(arrivals, key=lambda a: a.arrives_at), trace.seconds)
-
-
-def add_echoes(trace: Trace, count: int, *, seed: int = 0) -> Trace:
-    """Repeat each request within ECHO_S: more traffic, with larger bursts."""
-    if count == 1:
-        return trace
-    draws = random.Random(f"{seed}/echoes")
-    arrivals = [
-        RealtimeRequest(
-            a.arrives_at if first else max(0.0, a.arrives_at + draws.uniform(-ECHO_S, ECHO_S)),
-            a.work_s,
-            a.tokens,
-        )
-        for a in trace.arrivals
-        for first in [True] + [False] * (count - 1)
-    ]
-    return Trace(
-        f"{trace.name}, each {count} times", sorted(arrivals, key=lambda a: a.arrives_at), trace.seconds
-    )

@@ -28,21 +28,16 @@ def render_page(
     engine: Engine = "vllm",
     adapters: tuple[Sequence[str], Sequence[str]] | None = None,
 ) -> bytes:
-    """Render the page of the server with this number, counted from 0. The requests of the pool are spread
-    evenly.
+    """Render the page of the server with this number, counted from 0.
 
     `adapters` are the running and the waiting ones, or `None` if the server has none.
     """
 
-    def get_share(requests: int) -> int:
-        # The first servers get the remainder.
-        return requests // servers + (number < requests % servers)
-
-    running = get_share(pool.running)
+    running, waiting = pool.list_server_counts(servers)[number]
     used = min(1.0, kv_at_full * running * servers / pool.slots) if pool.slots else 1.0
     gauges = (
         ("Number of requests in model execution batches.", running),
-        ("Number of requests waiting to be processed.", get_share(pool.waiting_inside)),
+        ("Number of requests waiting to be processed.", waiting),
         ("KV-cache usage. 1 means 100 percent usage.", used),
     )
     shown = "".join(

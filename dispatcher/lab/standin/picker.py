@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
+from statistics import pstdev
 from typing import Literal
 
 from dispatcher.lab.standin.model import KV_AT_FULL, TOKEN_S, WAITING_AT_FULL
@@ -63,6 +64,8 @@ class _Snapshot:
     """Requests that wait in the picker."""
     endpoints: int
     slots: int
+    servers: tuple[tuple[int, int], ...] = ()
+    """Running and waiting requests of each model server."""
 
 
 class Picker:
@@ -110,7 +113,7 @@ class Picker:
         """State of the model servers when their metrics were last read."""
         self._kv_at_full = kv_at_full
         self._history: deque[_Snapshot] = deque()
-        self._averages = (0.0, 0.0, 0.0)
+        self._averages = (0.0, 0.0, 0.0, 0.0)
         self._has_had_requests = False
         self._ttft: dict[bool, Histogram] = {}
         self._tpot: dict[bool, Histogram] = {}
@@ -159,7 +162,10 @@ class Picker:
             self._history.popleft()
         inside, outside = pool.waiting_inside, pool.waiting - pool.waiting_inside
         self._has_had_requests = self._has_had_requests or pool.running + pool.waiting > 0
-        self._history.append(_Snapshot(now, pool.running, inside, outside, self.endpoints, pool.slots))
+        servers = tuple(pool.list_server_counts(self.endpoints))
+        self._history.append(
+            _Snapshot(now, pool.running, inside, outside, self.endpoints, pool.slots, servers)
+        )
 
     def record_latency(self, job: Job) -> None:
         """Record the latencies of an answer. Realtime answers are streamed; for others the first token comes
@@ -196,6 +202,7 @@ class Picker:
                 view.running / view.endpoints,
                 view.waiting / view.endpoints,
                 self._compute_kv_share(view),
+                pstdev(running for running, _ in view.servers),
             )
 
     def render_page(self) -> bytes:
@@ -203,7 +210,7 @@ class Picker:
         view = self._get_visible_snapshot()
         servers = self._server_snapshot or view
         name = f'name="{self._name}"'
-        running, waiting, kv = self._averages
+        running, waiting, kv, deviation = self._averages
         gauges = [
             ("average_running_requests", "The average number of running requests", name, running),
             (
@@ -214,6 +221,12 @@ class Picker:
             ),
             ("average_kv_cache_utilization", "The average kv cache utilization", name, kv),
             (
+                "std_dev_running_requests",
+                "The standard deviation of the number of running requests",
+                name,
+                deviation,
+            ),
+            (
                 "ready_endpoints",
                 "The number of ready endpoints",
                 name,
@@ -222,12 +235,7 @@ class Picker:
             # The picker counts requests from sending to answer, including those that wait in servers.
             ("request_running", "Number of running requests", 'model_name="m"', view.running + view.waiting),
         ]
-        queues = [
-            # The waiting requests are spread evenly; the first servers get the remainder.
-            servers.waiting // servers.endpoints + (number < servers.waiting % servers.endpoints)
-            for number in range(servers.endpoints)
-        ]
-        for number, queue in enumerate(queues):
+        for number, (_, queue) in enumerate(servers.servers):
             endpoint = f'{name},model_server_endpoint="server-{number}"'
             gauges.append(("per_endpoint_queue_size", "Queue size of a model server", endpoint, queue))
         if self._has_flow_control:

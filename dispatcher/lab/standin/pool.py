@@ -10,10 +10,12 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from math import isnan, nan
 from typing import Any
 
 from dispatcher.lab.standin.model import compute_slowdown
+from dispatcher.lab.standin.scorer import StaleScorer
 
 _MAX_SAMPLES = 20_000
 """Number of newest times that are kept for quantiles."""
@@ -60,6 +62,7 @@ class Job:
         "on_finish",
         "on_start",
         "seconds",
+        "server",
         "started_at",
         "timer",
         "tokens",
@@ -91,11 +94,29 @@ class Job:
         """Time at which the request ends if the event loop is in time."""
         self.finished_at = nan
         self.timer: asyncio.TimerHandle | None = None
+        self.server: _Server | None = None
+        """Server in which the request runs or waits. `None` while it is in no server."""
+
+
+@dataclass(slots=True, eq=False)
+class _Server:
+    """Part of the slots, with the requests that wait for them."""
+
+    slots: int
+    running: int = 0
+    waiting: deque[Job] = field(default_factory=deque)
+
+    @property
+    def load(self) -> float:
+        return (self.running + len(self.waiting)) / self.slots if self.slots else float("inf")
 
 
 class Pool:
     """Pool with M slots and two queues: first come, first served in the pods, and realtime requests first in
     the picker.
+
+    With a `scorer`, the slots are those of `servers`, and the scorer chooses one for each request, which
+    waits there even while another server has a free slot. Without it, the pods are like one server.
 
     `admission_limit` is the number of requests that the picker lets into the pods; `None` if it lets in as
     many as run at once. `has_picker_queue` is True if the picker has a queue of its own. `queue_limit` bounds
@@ -108,6 +129,9 @@ class Pool:
         queue_limit: int | None,
         on_change: Callable[[], None],
         on_answer: Callable[[Job], None] = lambda _: None,
+        *,
+        scorer: StaleScorer | None = None,
+        servers: int = 1,
     ) -> None:
         self.slots = slots
         self.queue_limit = queue_limit
@@ -134,11 +158,13 @@ class Pool:
         }
         """Time from arrival to end of finished requests."""
         self.delays: deque[float] = deque(maxlen=_MAX_SAMPLES)
-        """Time by which the event loop was late to end a request. It shows whether the machine was too busy
+        """Delay with which the event loop ended a request. It shows whether the machine was too busy
         to play the pool in real time."""
         self._on_change = on_change
         self._on_answer = on_answer
-        self._waiting_in_pods: deque[Job] = deque()
+        self._scorer = scorer
+        self._servers: list[_Server] = []
+        self._distribute_slots(servers)
         self._waiting_in_picker: dict[bool, deque[Job]] = {False: deque(), True: deque()}
         self._loop = asyncio.get_running_loop()
 
@@ -156,13 +182,25 @@ class Pool:
     @property
     def waiting_inside(self) -> int:
         """Number of requests that wait in the pods."""
-        return len(self._waiting_in_pods)
+        return sum(len(server.waiting) for server in self._servers)
+
+    def list_server_counts(self, servers: int) -> list[tuple[int, int]]:
+        """Return the running and the waiting requests of each of this many servers. Without a scorer they are
+        spread evenly."""
+        if self._scorer is not None:
+            return [(each.running, len(each.waiting)) for each in self._servers]
+        return [
+            (_take_share(self.running, number, servers), _take_share(self.waiting_inside, number, servers))
+            for number in range(servers)
+        ]
 
     def submit_job(self, job: Job) -> bool:
         """Take in a request. Returns False if there is no free slot and the queue is full."""
         kind = "batch" if job.is_batch else "realtime"
+        self._record_loads()
         can_admit = self._can_admit
-        can_start = self.running < self.slots and (can_admit or self.admission_limit is None)
+        server = self._choose_server() if can_admit or self.admission_limit is None else None
+        can_start = server is not None and server.running < server.slots
         at_limit = self.queue_limit is not None and self._limited_waiting_count >= self.queue_limit
         # A request that may enter the pods is not subject to a limit on the queue of the picker.
         if not can_start and at_limit and not (can_admit and self.has_picker_queue):
@@ -171,11 +209,11 @@ class Pool:
         now = job.arrived_at = time.monotonic()
         self.levels[kind].change_by(1, now)
         self.levels["all"].change_by(1, now)
-        if can_start:
-            self._start_job(job, now)
+        if can_start and server is not None:
+            self._start_job(job, server, now)
         else:
             self.queue.change_by(1, now)
-            (self._waiting_in_pods if can_admit else self._waiting_in_picker[job.is_batch]).append(job)
+            self._add_to_queue(job, server if can_admit else None)
         self._on_change()
         return True
 
@@ -185,21 +223,21 @@ class Pool:
         if isnan(job.arrived_at) or not isnan(job.finished_at):
             return
         now = time.monotonic()
+        self._record_loads()
         if job.timer is None:
-            (
-                self._waiting_in_pods
-                if job in self._waiting_in_pods
-                else self._waiting_in_picker[job.is_batch]
-            ).remove(job)
+            queue = self._waiting_in_picker[job.is_batch] if job.server is None else job.server.waiting
+            queue.remove(job)
             self.queue.change_by(-1, now)
         else:
             job.timer.cancel()
-            self.busy.change_by(-1, now)
+            self._free_slot(job, now)
         self._record_departure(job, now)
 
-    def resize(self, slots: int) -> None:
+    def resize(self, slots: int, servers: int = 1) -> None:
         """Change the number of slots. Requests on removed slots run to their end."""
+        self._record_loads()
         self.slots = slots
+        self._distribute_slots(servers)
         self._start_waiting_jobs(time.monotonic())
         self._on_change()
 
@@ -227,12 +265,45 @@ class Pool:
             "delay_s": _compute_quantiles(self.delays),
         }
 
-    def _start_job(self, job: Job, now: float) -> None:
+    def _distribute_slots(self, servers: int) -> None:
+        """Distribute the slots over the servers. Requests that wait in a server that is gone go elsewhere."""
+        servers = 1 if self._scorer is None else servers
+        leaving, self._servers = self._servers[servers:], self._servers[:servers]
+        self._servers += [_Server(0) for _ in range(servers - len(self._servers))]
+        for number, server in enumerate(self._servers):
+            server.slots = _take_share(self.slots, number, servers)
+        for job in [job for server in leaving for job in server.waiting]:
+            self._add_to_queue(job, self._choose_server())
+
+    def _record_loads(self) -> None:
+        if self._scorer is not None:
+            self._scorer.record_loads(time.monotonic(), [server.load for server in self._servers])
+
+    def _choose_server(self) -> _Server | None:
+        """Return the server for the next request. `None` if there is none."""
+        if self._scorer is None or not self._servers:
+            return self._servers[0] if self._servers else None
+        return self._servers[self._scorer.choose_endpoint(range(len(self._servers)))]
+
+    def _add_to_queue(self, job: Job, server: _Server | None) -> None:
+        job.server = server
+        (self._waiting_in_picker[job.is_batch] if server is None else server.waiting).append(job)
+
+    def _free_slot(self, job: Job, now: float) -> None:
+        self.busy.change_by(-1, now)
+        if job.server is not None:
+            job.server.running -= 1
+
+    def _start_job(self, job: Job, server: _Server, now: float) -> None:
+        job.server = server
+        server.running += 1
         self.busy.change_by(1, now)
         job.started_at = now
         # The speed is fixed at the start, as in the simulator: later changes of the load do not count.
         seconds = (
-            job.work_s * compute_slowdown(self.running, self.slots) if job.seconds is None else job.seconds
+            job.work_s * compute_slowdown(server.running, server.slots)
+            if job.seconds is None
+            else job.seconds
         )
         job.ends_at = now + seconds
         job.timer = self._loop.call_later(seconds, self._finish_job, job)
@@ -242,7 +313,8 @@ class Pool:
     def _finish_job(self, job: Job) -> None:
         now = time.monotonic()
         kind = "batch" if job.is_batch else "realtime"
-        self.busy.change_by(-1, now)
+        self._record_loads()
+        self._free_slot(job, now)
         self.finished[kind] += 1
         self.tokens[kind] += job.tokens
         self.waits[kind].append(job.started_at - job.arrived_at)
@@ -261,17 +333,16 @@ class Pool:
         self._on_change()
 
     def _start_waiting_jobs(self, now: float) -> None:
-        while True:
-            while self._can_admit and (queue := self._next_picker_queue):
-                self._waiting_in_pods.append(queue.popleft())
+        while self._can_admit and (queue := self._next_picker_queue):
+            self._add_to_queue(queue.popleft(), self._choose_server())
+        for server in self._servers:
+            while server.waiting and server.running < server.slots:
+                self.queue.change_by(-1, now)
+                self._start_job(server.waiting.popleft(), server, now)
             # Without a limit of the picker, requests in its queue start directly.
-            startable = self._waiting_in_pods or (
-                self._next_picker_queue if self.admission_limit is None else None
-            )
-            if not startable or self.running >= self.slots:
-                return
-            self.queue.change_by(-1, now)
-            self._start_job(startable.popleft(), now)
+            while self.admission_limit is None and server.running < server.slots and self._next_picker_queue:
+                self.queue.change_by(-1, now)
+                self._start_job(self._next_picker_queue.popleft(), server, now)
 
     @property
     def _next_picker_queue(self) -> deque[Job]:
@@ -279,17 +350,17 @@ class Pool:
 
     @property
     def _can_admit(self) -> bool:
-        return (
-            self.admission_limit is not None
-            and self.running + len(self._waiting_in_pods) < self.admission_limit
-        )
+        return self.admission_limit is not None and self.running + self.waiting_inside < self.admission_limit
 
     @property
     def _limited_waiting_count(self) -> int:
         """Number of waiting requests that `queue_limit` bounds."""
-        return (
-            self.waiting - len(self._waiting_in_pods) if self.has_picker_queue else len(self._waiting_in_pods)
-        )
+        return self.waiting - self.waiting_inside if self.has_picker_queue else self.waiting_inside
+
+
+def _take_share(whole: int, number: int, parts: int) -> int:
+    """Return the part with this number of a whole that is split evenly. The first parts get the remainder."""
+    return whole // parts + (number < whole % parts)
 
 
 def _compute_quantiles(values: deque[float]) -> dict[str, float | None]:

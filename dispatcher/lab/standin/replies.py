@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from dispatcher.core.requests.headers import DROP_REASON, SESSION_TOKEN
 from dispatcher.lab.standin.generation_api import GenerationConfig
 from dispatcher.lab.standin.http import Exchange, encode_chunk
 from dispatcher.lab.standin.list_models import BadCallError, parse_call
+from dispatcher.requests.headers import DROP_REASON, SESSION_TOKEN
 
 _DIMS = 8
 """Length of a vector."""

@@ -197,7 +197,7 @@ def _build_command(server: Path, data_dir: Path, socket: Path, fsync: str) -> li
         "maxmemory-policy": "noeviction",
     }
     arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
-    # -I and -S: isolated from the environment and without site packages, of which the supervisor needs none.
+    # -I and -S: isolated from the environment and without site packages, which the supervisor does not need.
     return [sys.executable, "-I", "-S", str(SUPERVISOR), str(server), *arguments]
 
 
@@ -210,7 +210,7 @@ async def _start_server(
             log.replace(log.with_suffix(".log.1"))
     output = _open_file(log, os.O_WRONLY | os.O_APPEND)
     try:
-        # A session of its own: Ctrl-C at a terminal makes this process drain, and for that it needs its
+        # A process group of its own: Ctrl-C at a terminal makes this process drain, and for that it needs its
         # queue.
         process = await asyncio.create_subprocess_exec(
             *command,

@@ -16,7 +16,7 @@ end
 -- Return a score as text that sorts as the number does. It consists of digits and a to f, which every locale sorts alike.
 local function sortable_score(score)
   -- Big-endian doubles sort like their bytes if the sign bit of positive numbers is set and all bits of negative numbers
-  -- are inverted. Adding 0 turns a negative zero into zero.
+  -- are inverted. Adding 0 makes a negative zero zero.
   local bytes, hex = struct.pack('>d', parse_score(score) + 0), {}
   local negative = string.byte(bytes) >= 128
   for at = 1, 8 do

@@ -4,13 +4,13 @@
 -- Arguments: owner, owner_timeout_s: number, lease_s: number, max_count: number, max_bytes: number, token_base,
 --     reply_s, is_probe: flag, limit: number, read_at: number, lost_units: number, retry_after_max_s: number,
 --     unleased_units: number, max_member_bytes: number, assumed_units: number
--- List room_by_lane: number
+-- List rooms: lane, room: number
 -- REPLY is the key of the record of this claim, by owner and nonce. `unleased_units` are units of the limit that no
--- lease counts, and `assumed_units` those of a request that was never leased. `room_by_lane` is the largest number of
--- leases of each lane.
+-- lease counts, and `assumed_units` those of a request that was never leased. `rooms` has the largest number of leases
+-- of a lane by its letter, 0 for the others.
 -- Returns {owner reply, number of waiting requests, lease rows}. A request of more than `max_bytes` is returned alone.
---         A member of more is returned as its length, because it needs a call and a timeout of its own. Progress that
---         does not fit beside the member is returned as its length, too.
+--         A member of more is returned as its length, because it needs a call and a timeout of its own. A blob that does not
+--         fit beside the member is returned as its length, too.
 -- Guarantees: the units of all leases, and those that no lease counts, never pass the limit because of a claim. A
 -- request is in exactly one place. The same nonce within reply_s claims nothing more. Only one probe runs at a time,
 -- until its lease ends or its owner claims without probing. A probe that finds no room reserves the next unit that
@@ -18,16 +18,21 @@
 -- probing owner would count as dead.
 local now, shared = current_time(), load_control()
 local lease_rows, recorded = {}, call('GET', REPLY)
+features.require_stored(shared)
 correct_future_times(shared, now)
 
+local room_by_lane = {}
 for number, lane in ipairs(LANES) do
-  if lane.only_if and not shared[lane.only_if] then room_by_lane[number] = 0 end
+  room_by_lane[number] = 0
+  for _, row in ipairs(rooms) do
+    if row.lane == lane.letter and is_open(lane) then room_by_lane[number] = row.room end
+  end
 end
 
 local function add_lease(id, state, member)
-  local progress = load_progress(id, state, #member, max_bytes)
+  local blob = load_blob(id, state, #member, max_bytes)
   if #member > max_bytes then member = #member end
-  add_lease_row(lease_rows, id, state, member, progress)
+  add_lease_row(lease_rows, id, state, member, blob)
   local lane = choose_lane(state)
   if lane then room_by_lane[lane] = room_by_lane[lane] - 1 end
 end

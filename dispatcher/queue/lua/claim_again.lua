@@ -1,5 +1,5 @@
 -- Lease requests in the step that has ended other leases. The rules are those of a claim: never above the limit of all
--- owners, and never before a better request that may be claimed. Used by claim_next.lua and release.lua.
+-- owners, and never before a better request that may be claimed. Used by features.
 -- Uses: common, queue_order
 --
 -- An offer has .owner, .lease_s, .token_base, .max_bytes and .max_member_bytes, .limit, .read_at, .lost_units,
@@ -10,12 +10,11 @@ local find_first_claimable, count_free_units, lease_items
 do
 
 -- Return the first request of all sets that a claim may take from.
-function find_first_claimable(shared)
+function find_first_claimable()
   local best
   for source = 1, #WAITING_SETS do
     local lane = LANES[source - 2]
-    local is_read = not lane or not lane.closed and (not lane.only_if or shared[lane.only_if])
-    local item = is_read and read_head(source, 0)
+    local item = (not lane or is_open(lane)) and read_head(source, 0)
     if item and (not best or is_before(item, best)) then best = item end
   end
   return best

@@ -2,41 +2,83 @@
 -- Uses: time
 --
 -- Python puts these locals in front of this text (redis/lua_scripts.py): the keys by name (PENDING …) and the expected
--- KEY_TYPES. It replaces these names by numbers: the number of the keys (KEY_COUNT), of those that every script uses
--- (COMMON_KEY_COUNT), of all before those of requests that wait for a model (WAITING_FOR_MODEL_START) and before those
--- of requests with progress (PROGRESS_START), and the constants of constants.py.
+-- KEY_TYPES. It replaces these names by their values: the number of the keys before those of features
+-- (KERNEL_KEY_COUNT), FEATURES, and the constants of constants.py.
 --
 -- An entry is a request that was claimed at least once. ENTRIES has its state by its id, as one packed array with
 -- these indexes:
 local LOCATION, SCORE, DELIVERIES, ATTEMPTS, REFUSALS = 1, 2, 3, 4, 5
 local DEATHS, MOVES, TOKEN, OWNER, MEMBER_PREFIX = 6, 7, 8, 9, 10
-local REASON, DIED_AT, UNITS, SLOT, MODEL_WAIT, PROGRESS_BYTES = 11, 12, 13, 14, 15, 16
+local REASON, DIED_AT, UNITS = 11, 12, 13
 -- LOCATION is the letter of the set that has the entry: 'L'eases, 'R'eturned, 'D'elayed, dead ('X'), or that of a
 -- lane. SCORE stays the text that Redis returned, so that no digit is lost. MEMBER_PREFIX is the beginning of the
 -- member; it orders entries with equal scores. REASON is why a dead request died; before that, it is the outcome of
 -- the last failed attempt. UNITS is the number of units that the request needs, as far as it is known, and that its
--- lease counts (1 if it is missing). SLOT is its slot in a sequence (sequences.lua), for as long as the sequence
--- knows it. MODEL_WAIT says which model it waits for (waiting_for_model.lua), for as long as it is in that lane.
--- PROGRESS_BYTES is the length of what PROGRESS has of the entry, for as long as there is any.
-local SLOT_WAITS = 1 -- first element of a slot: 1 if the entry waits for its turn
+-- lease counts (1 if it is missing). A feature declares the index of what it stores with an entry.
 
--- A lane (core/requests/lanes.py) has entries that wait apart from all others, because a claim may lease only a
--- limited number of each lane. The order is that of the numbers in the arguments of a claim. An entry waits in the
--- first lane whose `contains` is true of its state. No claim takes an entry from a closed lane. Claims read a lane with
--- `only_if` only while `load_control` returns this field. Entries of a lane with `goes_first` go before all others of
--- their priority.
-local function waits_for_turn(state) return state[SLOT] and state[SLOT][SLOT_WAITS] == 1 end
-local LANES = {
-  {set = SUSPECTS, letter = 'S', contains = function(state)
-    return not waits_for_turn(state) and not state[MODEL_WAIT] and state[DEATHS] >= SUSPECT_DEATHS
-  end},
-  {set = SEQUENCED, letter = 'Q', contains = waits_for_turn, closed = true},
-  {set = WAITING_FOR_MODEL, letter = 'A', contains = function(state)
-    return not waits_for_turn(state) and state[MODEL_WAIT]
-  end, closed = true},
-  {set = STARTED, letter = 'T', contains = function(state) return state[PROGRESS_BYTES] end,
-   only_if = 'has_progress', goes_first = true},
-}
+-- The features of this program that store something in the queue (queue/lua_files.py), in the order of their indexes,
+-- and by name. Each is a table with .name, .first_key and .last_key, perhaps .lane, and the functions that it offers
+-- (hooks). Its files define them: the main file in every script, and files with `-- Hooks` in the scripts that they
+-- name. A queue may have data of a feature if .is_used is true; nil if that was not asked yet. Hooks:
+--   .has_data()                whether the queue has data of a feature without `-- Control`
+--   .count()                   what the feature counts (count_requests.lua)
+--   .waits_for(state)          the name of what an entry waits for
+--   .blob_bytes(state), .read_blob(id)  the length of a large value that the feature keeps of an entry, and the value
+--   .deleted(items)            entries are deleted. Items have .id, and .state if it is known
+--   .before_writes(items)      the only hook that may raise, for it is called before the first write of a script. The
+--                              items have .state, if their request is an entry
+--   .released(item, state)     a lease ends without a result
+--   .take_place(item, state, offer)  put a released entry into its place, or keep it to be claimed again in this step.
+--                              Returns whether it did so
+--   .claim_more(offer, shared, now)  lease requests to the owner of an offer (claim_again.lua). Returns its reply with
+--                              .count, the number of leases
+--   .keep(id, state)           a dead request enters the queue again. Returns a function that stores with its new id
+--                              and state what the feature has of it
+--   .refresh(item)             the state of an entry is about to be used, which an earlier item may have changed
+--   .removed(id, state)        an entry leaves the queue
+--   .ended(item, now)          a request has ended. An item without .state was never claimed
+--   .flush(now)                the script ends, and writes what the feature has collected
+--   .swept(now, foreign)       each sweep. Returns a number for its reply, and whether there is more to do
+--   .timed_key                 a sorted set by time, which moves back with the clock
+local features = FEATURES
+for _, feature in ipairs(features) do
+  features[feature.name] = feature
+  if feature.lane then feature.lane.of = feature end
+  feature.field = feature.control and feature.control .. ':' .. PENDING
+end
+
+-- Call a hook of all features that have it.
+function features.call(name, ...)
+  for _, feature in ipairs(features) do
+    if feature[name] then feature[name](...) end
+  end
+end
+
+-- Return the first result of a hook that is neither nil nor false.
+function features.ask(name, ...)
+  for _, feature in ipairs(features) do
+    local result = feature[name] and feature[name](...)
+    if result then return result end
+  end
+end
+
+-- A lane (requests/lanes.py) has entries that wait apart from all others, because a claim may lease only a
+-- limited number of each lane. An entry waits in the first lane whose `contains` is true of its state. Closed lanes come
+-- first, from which no claim takes an entry. Entries of a lane with `goes_first` go before all others of their
+-- priority.
+local LANES = {}
+local function add_lanes(closed)
+  for _, feature in ipairs(features) do
+    if feature.lane and feature.lane.closed == closed then LANES[#LANES + 1] = feature.lane end
+  end
+end
+add_lanes(true)
+LANES[#LANES + 1] =
+  {set = SUSPECTS, letter = 'S', contains = function(state) return state[DEATHS] >= SUSPECT_DEATHS end}
+add_lanes(false)
+
+-- Return whether a claim has to read a lane. `load_control` has found out which features may have data.
+local function is_open(lane) return not lane.closed and (not lane.of or not lane.of.field or lane.of.is_used) end
 
 local function choose_lane(state)
   for number, lane in ipairs(LANES) do
@@ -44,17 +86,11 @@ local function choose_lane(state)
   end
 end
 
-local function is_started(state)
-  local lane = choose_lane(state)
-  return lane and LANES[lane].set == STARTED
-end
-
 -- The sets in which requests wait for a claim, with their letters: pending ('P'; these requests have no entry yet),
--- returned, and the lanes. Outside of the scripts, a lane is named by its number (redis/search.py).
-local WAITING_SETS, WAITING_LETTERS, WAITING_NAMES = {PENDING, RETURNED}, {'P', 'R'}, {'P', 'R'}
+-- returned, and the lanes.
+local WAITING_SETS, WAITING_LETTERS = {PENDING, RETURNED}, {'P', 'R'}
 for number, lane in ipairs(LANES) do
-  WAITING_SETS[2 + number], WAITING_LETTERS[2 + number], WAITING_NAMES[2 + number] =
-    lane.set, lane.letter, tostring(number)
+  WAITING_SETS[2 + number], WAITING_LETTERS[2 + number] = lane.set, lane.letter
 end
 
 -- Raise WRONGKEY if another program has stored a value of another type under one of these keys. Scripts call this
@@ -71,15 +107,49 @@ local function check_types(first, last)
   end
   return exists
 end
-check_types(1, COMMON_KEY_COUNT)
+check_types(1, KERNEL_KEY_COUNT)
+function features.check_types(feature)
+  if feature.exists == nil then feature.exists = check_types(feature.first_key, feature.last_key) end
+  return feature.exists
+end
 
--- The field of CONTROL that is set while requests of this queue may have progress. It is read together with other
--- fields, so that a queue without such requests needs no command to know that there are none.
-local PROGRESS_FIELD = 'progress:' .. PENDING
-local function check_progress_types() return check_types(PROGRESS_START + 1, KEY_COUNT) end
--- Check the types if there may be progress. For scripts that may return an entry to the queue without `load_control`.
-local function check_progress_types_if_used()
-  if call('HGET', CONTROL, PROGRESS_FIELD) then check_progress_types() end
+-- The field of CONTROL that has the names of the features that stored something in this queue. A feature calls
+-- `features.record_stored` when it does so, and each sweep corrects the field.
+features.stored_field = 'features:' .. PENDING
+function features.record_stored(feature)
+  if feature.is_recorded then return end
+  feature.is_recorded = true
+  local names = call('HGET', CONTROL, features.stored_field) or ''
+  for name in string.gmatch(names, '%S+') do
+    if name == feature.name then return end
+  end
+  call('HSET', CONTROL, features.stored_field, names == '' and feature.name or names .. ' ' .. feature.name)
+end
+
+-- Read which features may have data, together with a field of CONTROL, which is returned. For scripts without
+-- `load_control`.
+function features.load_used(field)
+  local fields, number = {field}, 1
+  for _, feature in ipairs(features) do fields[#fields + 1] = feature.field end
+  local values = call('HMGET', CONTROL, unpack(fields))
+  for _, feature in ipairs(features) do
+    if feature.field then
+      number = number + 1
+      feature.is_used = values[number] and true or false
+    end
+  end
+  return values[1]
+end
+
+-- Check the types of the keys of features that may have data. A feature calls this before the first write of a script
+-- that may return any entry to the queue.
+function features.check_used()
+  for _, feature in ipairs(features) do
+    if feature.field and feature.is_used == nil then
+      feature.is_used = call('HGET', CONTROL, feature.field) and true or false
+    end
+    if feature.field and feature.is_used then features.check_types(feature) end
+  end
 end
 
 local function parse_score(score)
@@ -117,22 +187,23 @@ local function load_leased(id, token)
   return nil
 end
 
--- Return what earlier slices of an entry have generated. If it has more than `max_bytes` together with the member, its
--- length is returned, because it needs a call and a timeout of its own.
-local function load_progress(id, state, member_bytes, max_bytes)
-  local progress_bytes = state[PROGRESS_BYTES]
-  if not progress_bytes then return '' end
-  if member_bytes + progress_bytes > max_bytes then return progress_bytes end
-  return call('HGET', PROGRESS, id) or ''
+-- Return the large value that a feature keeps of an entry, the blob. If it has more than
+-- `max_bytes` together with the member, its length is returned, because it needs a call and a timeout of its own.
+local function get_blob_bytes(state) return features.ask('blob_bytes', state) or 0 end
+local function load_blob(id, state, member_bytes, max_bytes)
+  local blob_bytes = get_blob_bytes(state)
+  if blob_bytes == 0 then return '' end
+  if member_bytes + blob_bytes > max_bytes then return blob_bytes end
+  return features.ask('read_blob', id) or ''
 end
 
--- Append a leased request to the rows of a reply, from which redis/replies.py makes a lease.
-local function add_lease_row(rows, id, state, member, progress)
+-- Append a leased request to the rows of a reply, from which redis/steps/common.py makes a lease.
+local function add_lease_row(rows, id, state, member, blob)
   local at = #rows
   rows[at + 1], rows[at + 2], rows[at + 3], rows[at + 4] = id, state[TOKEN], member, state[SCORE]
   rows[at + 5], rows[at + 6], rows[at + 7] = state[DELIVERIES], state[ATTEMPTS], state[REFUSALS]
   rows[at + 8], rows[at + 9], rows[at + 10] = state[DEATHS], state[UNITS] or 1, state[REASON] or ''
-  rows[at + 11] = progress
+  rows[at + 11] = blob
 end
 
 local function ordered_name(id, state) return state[MEMBER_PREFIX] .. '\0' .. string.format('%016d', id) end
@@ -146,24 +217,19 @@ local function set_units(state, units)
   state[REASON], state[DIED_AT], state[UNITS] = state[REASON] or '', state[DIED_AT] or '', units
 end
 
--- Set the slot of an entry. With false, the entry has no slot from now on.
-local function set_slot(state, turn)
-  if not turn and not state[SLOT] then return end
+-- Set the value of a feature in the state of an entry. The array must have no holes (see `set_units`).
+local function set_extra(state, index, value)
   state[REASON], state[DIED_AT], state[UNITS] = state[REASON] or '', state[DIED_AT] or '', get_units(state)
-  state[SLOT] = turn
+  for at = UNITS + 1, index - 1 do state[at] = state[at] or false end
+  state[index] = value
 end
 
--- Store what the slices of an entry have generated so far. The caller has checked the types.
-local function store_progress(id, state, progress)
-  state[REASON], state[DIED_AT], state[UNITS] = state[REASON] or '', state[DIED_AT] or '', get_units(state)
-  state[SLOT], state[MODEL_WAIT], state[PROGRESS_BYTES] = state[SLOT] or false, state[MODEL_WAIT] or false, #progress
-  call('HSET', PROGRESS, id, progress)
-  call('HSET', CONTROL, PROGRESS_FIELD, 1)
-end
-
--- Delete the progress of entries. If the key is of another type, it has no progress, and the script goes on.
-local function delete_progress(ids)
-  if #ids > 0 then redis.pcall('HDEL', PROGRESS, unpack(ids)) end
+-- Remove the value of a feature from the state of an entry.
+local function clear_extra(state, index)
+  state[index] = nil
+  for at = index + 1, LAST_EXTRA do
+    if state[at] ~= nil then state[index] = false end
+  end
 end
 
 -- Return the name of a lease. It contains the number of units unless that is 1, because scripts of other queues of
@@ -217,43 +283,58 @@ local function end_leases(items, probe)
     counts[owner], leases[owner] = (counts[owner] or 0) + item.counted, (leases[owner] or 0) + 1
     if probe and tostring(item.id) == probe then call('HDEL', CONTROL, 'probe', 'prober') end
     state[TOKEN], state[OWNER] = '', ''
-    -- A member of a merged call has 0 units while another lease counts for it. That ends with the lease.
+    -- A request that shares a call has 0 units while another lease counts for it. That ends with the lease.
     if get_units(state) == 0 then set_units(state, 1) end
   end
   for owner, units in pairs(counts) do add_owner_units(owner, -units, leases[owner] - units) end
 end
 
 -- Return a member that is not longer than `largest`. A longer one is replaced by its beginning and its length
--- (core/requests/oversize.py), so that it is never moved as a whole.
+-- (requests/oversize.py), so that it is never moved as a whole.
 local function cut_member(member, largest)
   if #member <= largest then return member end
   return string.sub(member, 1, KEPT_BYTES) .. '\0cut:' .. string.format('%.0f', #member)
 end
 
--- Delete all that is stored of these entries. `started_ids` are those that may have progress.
-local function delete_entries(ids, started_ids)
-  if #ids == 0 then return end
+-- Delete all that is stored of these entries. The items have .id, and .state if it is known.
+local function delete_entries(items)
+  if #items == 0 then return end
+  local ids = {}
+  for number, item in ipairs(items) do ids[number] = item.id end
   call('HDEL', ENTRIES, unpack(ids))
   call('HDEL', MEMBERS, unpack(ids))
-  delete_progress(started_ids)
+  features.call('deleted', items)
 end
 
 local CONTROL_FIELDS = {
   'next', 'limit', 'read_at', 'limit_lost', 'overload_at', 'overload_until', 'overload_capacity', 'overload_in_flight',
   'probe', 'prober', 'lost', 'orphaned', 'tick', 'quiet_until', 'heartbeats_quiet_until',
-  'probe_waits', 'extra_units', PROGRESS_FIELD,
+  'probe_waits', 'extra_units', features.stored_field,
 }
--- Load the state that the owners share, and whether requests of this queue may have progress (.has_progress).
+for _, feature in ipairs(features) do CONTROL_FIELDS[#CONTROL_FIELDS + 1] = feature.field end
+-- Load the state that the owners share, and which features may have data.
 local function load_control()
   local values = call('HMGET', CONTROL, unpack(CONTROL_FIELDS))
   local control = {}
   for number, name in ipairs(CONTROL_FIELDS) do
     local value = values[number]
-    if value then control[name] = (name == 'probe' or name == 'prober') and value or tonumber(value) end
+    if value then
+      control[name] = (name == 'probe' or name == 'prober' or name == features.stored_field) and value or tonumber(value)
+    end
   end
   control.lost, control.orphaned = control.lost or 0, control.orphaned or 0
-  control.has_progress = control[PROGRESS_FIELD] and check_progress_types()
+  for _, feature in ipairs(features) do
+    if feature.field then feature.is_used = control[feature.field] and features.check_types(feature) or false end
+  end
   return control
+end
+
+-- Raise an error if the queue has data of a feature that this program does not have. It would run the requests of
+-- that feature wrongly.
+function features.require_stored(control)
+  for name in string.gmatch(control[features.stored_field] or '', '%S+') do
+    if not features[name] then error({err = 'NOFEATURE ' .. PENDING .. ' has requests of the feature ' .. name}) end
+  end
 end
 
 -- Correct times in the future. The clock of the server steps back at a failover to a host whose clock is behind. The
@@ -294,7 +375,7 @@ local function bounded_retry_at(shared, max_wait_s)
   return math.min(shared.overload_until, shared.overload_at + max_wait_s)
 end
 
--- Share the limit of an owner, and return the limit in units by which the owner may lease. Return nil while the queue
+-- Share the limit of an owner, and return the limit in units for leases of the owner. Return nil while the queue
 -- is paused, and while the newest refusal asks to wait or is not older than the reading.
 local function share_and_get_limit(shared, now, limit, read_at, lost, max_wait_s)
   if call('EXISTS', PAUSED) == 1 then return nil end

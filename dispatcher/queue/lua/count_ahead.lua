@@ -9,7 +9,7 @@
 require_commands('ZCOUNT', 'ZRANK')
 local key, letter, goes_first
 for at, set in ipairs(WAITING_SETS) do
-  if WAITING_NAMES[at] == location then
+  if WAITING_LETTERS[at] == location then
     key, letter, goes_first = set, WAITING_LETTERS[at], LANES[at - 2] and LANES[at - 2].goes_first
   end
 end

@@ -33,7 +33,7 @@ require_commands('ZREM', 'HDEL')
 for _, id in ipairs(purged) do
   if call('ZREM', DEAD, id) == 1 then
     call('ZREM', DEAD_AGE, string.format('%016d', id))
-    delete_entries({id}, {id})
+    delete_entries({{id = id}})
     purged_count = purged_count + 1
   end
 end

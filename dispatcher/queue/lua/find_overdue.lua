@@ -6,7 +6,7 @@
 -- `after` is exclusive and may be -inf. `until_at` is inclusive; empty means now. The search begins in `range` at
 -- `offset`.
 -- Returns {until, next range (-1: at the end), next offset, {range, location, member, last attempt, attempts, refusals,
---         progress}…}. If the first member and its progress have more than `max_bytes`, their length is returned in
+--         blob}…}. If the first member and its blob have more than `max_bytes`, their length is returned in
 --         place of the member, because they need a call of their own. Members above the largest are skipped.
 -- Guarantees: only reads. The ranges are the priorities of each set that has unleased requests.
 require_commands('ZCOUNT')
@@ -28,23 +28,23 @@ while range < PRIORITIES * #SETS do
     if count >= max_count then return {format_float(until_at), range, offset, unpack(rows)} end
     local name = call('ZRANGE', key, start + offset, start + offset)[1]
     local location, member_bytes, last_attempt, attempts, refusals = 'P', #name, '', 0, 0
-    local progress, progress_bytes = '', 0
+    local blob, blob_bytes = '', 0
     if letter ~= 'P' then
       local id = tonumber(string.sub(name, -16))
       local state = load_entry(id)
       location, last_attempt = letter .. ':' .. id .. ':' .. state[MOVES], state[REASON] or ''
       attempts, refusals = state[ATTEMPTS], state[REFUSALS]
       member_bytes = call('HSTRLEN', MEMBERS, id)
-      progress_bytes = state[PROGRESS_BYTES] or 0
-      if member_bytes + progress_bytes <= max_bytes then
-        name, progress = call('HGET', MEMBERS, id), load_progress(id, state, member_bytes, max_bytes)
+      blob_bytes = get_blob_bytes(state)
+      if member_bytes + blob_bytes <= max_bytes then
+        name, blob = call('HGET', MEMBERS, id), load_blob(id, state, member_bytes, max_bytes)
       end
     end
     if member_bytes <= max_member_bytes then
-      size = size + member_bytes + progress_bytes
+      size = size + member_bytes + blob_bytes
       if count > 0 and size > max_bytes then return {format_float(until_at), range, offset, unpack(rows)} end
       if size > max_bytes then return {format_float(until_at), range, offset, {range, location, size}} end
-      rows[#rows + 1] = {range, location, name, last_attempt, attempts, refusals, progress}
+      rows[#rows + 1] = {range, location, name, last_attempt, attempts, refusals, blob}
       count = count + 1
     end
     offset = offset + 1

@@ -5,21 +5,21 @@
 -- List spellings: term: number, text
 -- A member matches if it contains a spelling of each search term; terms are numbered from 1 on. The page begins at
 -- `range` and `offset`.
---   mode "rank":    one set in its order; the target is the name of the set; the offset is a rank
+--   mode "rank":    one set in its order; the target is the letter of the set; the offset is a rank
 --   mode "near":    the target is an id. First the requests with the tokens that are active under it, looked up by their
 --                   deadlines; then all leases; then, until each token is found, all requests with these deadlines; the
 --                   offset is a rank
 --   mode "entries": all requests that were claimed at least once; the offset is a cursor
 --   mode "pending": all requests that were never claimed; the offset is a cursor
 -- Returns {next range (-1: at the end), next offset, number of examined requests, their bytes, 0 or 1 (1: the page is
---         too large, ask for fewer requests), {name of the location, id or 0, score, member, deliveries, attempts,
---         refusals, deaths, units, owner, time or false, reason, the model that it waits for or ''}…}
+--         too large, ask for fewer requests), {letter of the location, id or 0, score, member, deliveries, attempts,
+--         refusals, deaths, units, owner, time or false, reason, the name of what it waits for or ''}…}
 -- Guarantees: only reads, and reads no more than `max_count` requests. A request that stays where it is all the while
 -- is found by "entries" and "pending".
 require_commands('ZCOUNT', 'ZSCAN', 'HSCAN')
-local SETS, NAMES, token_sets = {D = DELAYED, L = LEASES, X = DEAD}, {}, {}
+local SETS, token_sets = {D = DELAYED, L = LEASES, X = DEAD}, {}
 for at, set in ipairs(WAITING_SETS) do
-  SETS[WAITING_NAMES[at]], NAMES[WAITING_LETTERS[at]] = set, WAITING_NAMES[at]
+  SETS[WAITING_LETTERS[at]] = set
   token_sets[at] = {set, WAITING_LETTERS[at]}
 end
 token_sets[#token_sets + 1] = {DELAYED_ORDER, 'D'}
@@ -47,9 +47,9 @@ local function add_row(letter, id, score, member, state, time)
   end
   reply_bytes = reply_bytes + math.min(#member, max_member_bytes)
   rows[#rows + 1] = {
-    NAMES[letter] or letter, id, score, cut_member(member, max_member_bytes), state[DELIVERIES] or 0,
+    letter, id, score, cut_member(member, max_member_bytes), state[DELIVERIES] or 0,
     state[ATTEMPTS] or 0, state[REFUSALS] or 0, state[DEATHS] or 0, get_units(state), state[OWNER] or '', time,
-    state[REASON] or '', state[MODEL_WAIT] and state[MODEL_WAIT][1] or '',
+    state[REASON] or '', features.ask('waits_for', state) or '',
   }
   return true
 end
@@ -123,7 +123,7 @@ if mode == 'near' then
   end
 
   -- Add the request that begins with a text, if there is one. Requests with one score are sorted by their bytes, and
-  -- a member begins with its token, in the form of our client (core/requests/request.py) or of the queue contract. So
+  -- a member begins with its token, in the form of our client (requests/request.py) or of the queue contract. So
   -- a binary search among a million requests takes some twenty reads.
   local function add_row_with_prefix(key, letter, score, text)
     local first = call('ZCOUNT', key, '-inf', '(' .. score)

@@ -1,4 +1,4 @@
--- The order of the queue: pending, returned and the lanes merged, lowest score first, equal scores by the bytes of
+-- The order of the queue: pending, returned and the lanes together, lowest score first, equal scores by the bytes of
 -- the member. Entries of a lane with `goes_first` go before all others of their priority, by score among themselves.
 -- Uses: common, byte_order
 
@@ -18,7 +18,7 @@ local function set_place(candidate, score, lane)
   candidate.own_score = candidate.score_value
   if candidate.goes_first then
     local value = candidate.score_value
-    -- The lowest score of the priority (core/requests/score.py). The product of a very large number may be rounded up.
+    -- The lowest score of the priority (requests/score.py). The product of a very large number may be rounded up.
     candidate.score_value = math.min(value, math.floor(value / PRIORITY_STEP) * PRIORITY_STEP)
   end
 end
@@ -51,7 +51,7 @@ local function units_reserved_for_probe(shared, now, lease_s)
 end
 
 -- Select the first requests of the queue: up to `max_count`, until their members sum up to `max_bytes` (but at least
--- one; with `room`, their progress counts as well), within `room` units (nil: whatever they need), and from each lane
+-- one; with `room`, their blobs count as well), within `room` units (nil: whatever they need), and from each lane
 -- as many as `room_by_lane` allows (nil: all, but none of a closed lane). Return them, and the number of pending ones
 -- among them.
 --
@@ -86,7 +86,7 @@ local function select_first(max_count, max_bytes, room_by_lane, room, limit, ass
     elseif room and needed > room then
       break
     else
-      size = size + candidate.size + (candidate.state and candidate.state[PROGRESS_BYTES] or 0)
+      size = size + candidate.size + (candidate.state and get_blob_bytes(candidate.state) or 0)
       if #selected > 0 and size > max_bytes then break end
       candidate.source, candidate.units = WAITING_SETS[best], needed
       selected[#selected + 1] = candidate

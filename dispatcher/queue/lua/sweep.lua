@@ -2,15 +2,14 @@
 -- sweep is for this queue only: other leases in LEASES belong to the sweeps of their own queues. Silence and gaps are
 -- states of the pool. A lease of another queue that ran out lease_s ago is abandoned, because a sweep of its queue
 -- would have taken it back. It counts as lost and keeps its request, which the next sweep of its queue returns.
--- Uses: owner_commands, common, cancel_markers, sequences, waiting_for_model
+-- Uses: owner_commands, common, cancel_markers
 -- Keys: queue
 -- Arguments: owner, owner_timeout_s: number, lease_s: number, max_count: number, foreign: flag, max_pending
 -- List ended_owners: text
 -- `max_count` is the largest number of leases, and of due requests. `foreign` is as in settle.lua. `max_pending` is the
 -- setting queue.max_pending, 0 for no limit. `ended_owners` are proven to have ended.
 -- Returns {now, reclaimed leases, due requests, time of the next due request or false, 1 if there is more to do,
---         units lost so far, owners that hold leases, requests of sequences whose turn has come, cancelled requests
---         that waited for their model}
+--         units lost so far, owners that hold leases, {name and result of each feature…}}
 -- Guarantees: a lease is reclaimed only if its owner is proven to have ended, has sent no heartbeat for its own
 -- owner_timeout_s, or has not renewed the lease. Living owners get time to speak first: after a gap between sweeps
 -- (the queue was unreachable, all owners were, or the clock jumped forward) of more than lease_s/3, no lease runs out
@@ -18,12 +17,20 @@
 -- may be silent. If the clock steps back, all times move back with it, except for those that `correct_future_times`
 -- sets.
 local now, shared = current_time(), load_control()
-load_shared()
-local any_waits_for_model = call('TYPE', WAITING_FOR_MODEL).ok ~= 'none'
-if any_waits_for_model then waiting_models.check_types() end
+features.require_stored(shared)
+local stored_names = {}
+for _, feature in ipairs(features) do
+  if feature.has_data then feature.is_used = feature.has_data() end
+  if feature.is_used then
+    features.check_types(feature)
+    stored_names[#stored_names + 1] = feature.name
+  end
+end
 begin_writes()
 correct_future_times(shared, now)
-if shared[PROGRESS_FIELD] and not shared.has_progress then call('HDEL', CONTROL, PROGRESS_FIELD) end
+for _, feature in ipairs(features) do
+  if feature.field and shared[feature.field] and not feature.is_used then call('HDEL', CONTROL, feature.field) end
+end
 
 local function shift_scores(key, delta, range_start)
   local rows = call('ZRANGEBYSCORE', key, range_start, '+inf', 'WITHSCORES', 'LIMIT', 0, 9999)
@@ -62,9 +69,16 @@ local tick_field = 'tick:' .. PENDING
 local last_swept_at = tonumber(call('HGET', CONTROL, tick_field) or now)
 if now < last_swept_at - 1 then
   shift_scores(DELAYED, now - last_swept_at, '-inf')
-  shift_scores(SEQUENCE_CHECKS, now - last_swept_at, '-inf')
+  for _, feature in ipairs(features) do
+    if feature.timed_key then shift_scores(feature.timed_key, now - last_swept_at, '-inf') end
+  end
 end
 call('HSET', CONTROL, 'tick', format_float(now), tick_field, format_float(now))
+local stored = table.concat(stored_names, ' ')
+if stored ~= (shared[features.stored_field] or '') then
+  if stored == '' then call('HDEL', CONTROL, features.stored_field)
+  else call('HSET', CONTROL, features.stored_field, stored) end
+end
 local max_pending_field = 'max_pending:' .. PENDING
 if max_pending == '0' then call('HDEL', CONTROL, max_pending_field)
 else call('HSET', CONTROL, max_pending_field, max_pending) end
@@ -174,43 +188,6 @@ if lost > 0 then
   if orphaned > 0 then call('HINCRBY', CONTROL, 'orphaned', orphaned) end
 end
 
--- Check a sequence whose check is due.
-local function check_sequence(sequence, now)
-  sequence.check_at = false
-  sequence.last_active_at = math.min(sequence.last_active_at, now)
-  sequence.began_at, sequence.gap_since =
-    sequence.began_at and math.min(sequence.began_at, now), sequence.gap_since and math.min(sequence.gap_since, now)
-  if not sequence.next_entry then
-    if count_slots(sequence) > 0 or now < sequence.last_active_at + get_max_idle_s(sequence) then
-      end_run_if_old(sequence, now)
-    elseif ENDED_STATUSES[sequence.status] then
-      delete_sequence(sequence)
-    else
-      count_event('idle')
-      end_run(sequence, 'no request of it ran or waited for max_idle_s', now)
-    end
-  end
-  advance_sequence(sequence, now)
-  mark_changed(sequence)
-end
-
--- Check the sequences that are due, `max_count` at most, and return their number. The oldest run comes first, and no
--- parked sequence begins before all were checked, so that the result does not depend on checks that came too early.
-local function sweep_sequences(now, max_count)
-  local ids, due = call('ZRANGEBYSCORE', SEQUENCE_CHECKS, '-inf', format_float(now), 'LIMIT', 0, max_count), {}
-  for _, id in ipairs(ids) do
-    local sequence = load_sequence(id)
-    if sequence then due[#due + 1] = sequence else call('ZREM', SEQUENCE_CHECKS, id) end
-  end
-  table.sort(due, function(a, b) return a.runs[1][RUN_NUMBER] < b.runs[1][RUN_NUMBER] end)
-  for _, sequence in ipairs(due) do check_sequence(sequence, now) end
-  if call('ZCARD', PARKED) > 0 then
-    for _ = 0, #due do unpark_sequences(now) end
-  end
-  write_sequences(now)
-  return #ids
-end
-
 for _, name in ipairs(call('ZRANGEBYSCORE', DELAYED, '-inf', format_float(now), 'LIMIT', 0, max_count)) do
   local id = tonumber(name)
   local state = load_entry(id)
@@ -220,11 +197,14 @@ for _, name in ipairs(call('ZRANGEBYSCORE', DELAYED, '-inf', format_float(now), 
   due_count = due_count + 1
 end
 local next_due = call('ZRANGE', DELAYED, 0, 0, 'WITHSCORES')[2]
-local checked_count = sweep_sequences(now, MAX_SEQUENCES_PER_SWEEP)
-local more = (reclaimed == max_count or due_count == max_count or checked_count == MAX_SEQUENCES_PER_SWEEP) and 1 or 0
-local cancelled_count =
-  any_waits_for_model and waiting_models.return_cancelled(MAX_CANCEL_CHECKS_PER_SWEEP, foreign) or 0
+local has_more, results = reclaimed == max_count or due_count == max_count, {}
+for _, feature in ipairs(features) do
+  if feature.swept then
+    local count, is_cut = feature.swept(now, foreign)
+    results[#results + 1], results[#results + 2], has_more = feature.name, count, has_more or is_cut
+  end
+end
 return {
-  format_float(now), reclaimed, due_count, next_due or false, more, shared.lost, call('HKEYS', OWNERS), ready_count,
-  cancelled_count,
+  format_float(now), reclaimed, due_count, next_due or false, has_more and 1 or 0, shared.lost, call('HKEYS', OWNERS),
+  results,
 }

@@ -84,7 +84,7 @@ add_span(lower_count, total, -1, -1)
 if total > lower_count then read_first_members(string.format('%.0f', PRIORITIES * PRIORITY_STEP), '+inf') end
 
 -- Return the largest number of requests of one span for which it is open whether they are at risk, or 0 if all spans
--- together leave next to nothing open. This repeats `count_at_risk` of core/requests/forecast.py.
+-- together leave next to nothing open. This repeats `count_at_risk` of requests/forecast.py.
 local function max_uncertain()
   local ahead, missed, sum, greatest = 0, 0, 0, 0
   for _, span in ipairs(spans) do

@@ -11,6 +11,7 @@ from typing import Any
 from redis.crc import key_slot
 
 from dispatcher.queue.keys import QueueNames
+from dispatcher.queue.lua_files import ALL_FEATURES
 from dispatcher.queue.redis.clock import ServerClock
 from dispatcher.queue.redis.lua_scripts import NO_NAMES, Argument, load_script
 from dispatcher.queue.redis.scripts import Client, Reply, ScriptRunner
@@ -23,13 +24,20 @@ class Backend:
     Its methods translate times between the clock of the event loop and Redis TIME.
     """
 
-    def __init__(self, client: Client, names: QueueNames, *, attempt_timeout_s: float = 3.0) -> None:
+    def __init__(
+        self,
+        client: Client,
+        names: QueueNames,
+        *,
+        attempt_timeout_s: float = 3.0,
+        features: Sequence[str] = ALL_FEATURES,
+    ) -> None:
         self.names = names
-        self.scripts = ScriptRunner(client, attempt_timeout_s=attempt_timeout_s)
+        self.scripts = ScriptRunner(client, attempt_timeout_s=attempt_timeout_s, features=features)
         self.clock = ServerClock()
         self._key_groups: Mapping[str, Sequence[str]] = {
-            "queue": names.script_keys,
-            "models": names.model_registry_keys,
+            "queue": names.list_script_keys(features),
+            **{name: names.list_pool_keys(name) for name in features},
             "": (),
         }
         self._slot = key_slot(names.queue.encode())
@@ -47,9 +55,9 @@ class Backend:
         keys: Mapping[str, Argument] = NO_NAMES,
         size_bytes: int = 0,
     ) -> Reply:
-        """Run a script on the keys of the queue, or on those of the model registry, and on `keys`. See
+        """Run a script on the keys of the queue, or on the pool keys of a feature, and on `keys`. See
         `ScriptRunner.run`."""
-        group = self._key_groups[load_script(script_name).key_group]
+        group = self._key_groups[load_script(script_name, self.scripts.features).key_group]
         return await self.scripts.run(
             script_name, arguments, keys=keys, key_group=group, size_bytes=size_bytes
         )
@@ -57,6 +65,11 @@ class Backend:
     def create_reply_key(self) -> str:
         """Return a new key for the reply to one call."""
         return self.names.reply_key(secrets.token_hex(8))
+
+    @property
+    def can_reach_foreign_markers(self) -> bool:
+        """True if scripts of the queue can reach the markers of llm-d's producers."""
+        return not self.scripts.is_cluster
 
     def is_in_other_slot(self, name: bytes) -> bool:
         """Return whether a list is in another slot of a Cluster than the queue. Scripts of the queue cannot

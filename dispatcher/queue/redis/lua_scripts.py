@@ -1,6 +1,7 @@
 """Lua scripts: their text, and their keys and arguments by name.
 
-The header of each script in `queue/lua` declares what the script uses and what its caller passes:
+The scripts are in `queue/lua` and in the folders `lua` of features. The header of each declares what the
+script uses and what its caller passes:
 
     -- Uses: owner_commands, common
     -- Keys: queue, REPLY
@@ -8,58 +9,55 @@ The header of each script in `queue/lua` declares what the script uses and what 
     -- List leases: id: number, token
 
 `load_script` puts the used files in front of the script, and defines a Lua local for each declared name, so
-that positions in KEYS and ARGV are written nowhere. Constants are replaced by their values.
+that positions in KEYS and ARGV are written nowhere. Constants are replaced by their values. A script on the
+keys of a queue is built for the features that are present (queue/lua_files.py): their keys come after those
+of the queue, and their files after `common`. A file of a feature may declare `-- Hooks` with the scripts to
+which it is added, and `-- Columns` with the columns that it adds to a list.
+
 `Script.encode_arguments` puts the values of a call into the same order. A kind says how a value is passed:
 `text` (also bytes, and the default), `number`, `flag` (a bool), or `packed` (a structure as MessagePack, or
 `None`). `number?` and `text?` can also be `None`. `None` becomes nil, and an empty text for `text?`. A list
-has plain values of one kind, or rows with named columns, which are tables in Lua and `Row`s in Python.
+has plain values of one kind, or rows with named columns, which are tables in Lua and mappings in Python.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
 import msgspec
-from msgspec.structs import astuple
 
 from dispatcher.queue import constants
-from dispatcher.queue.keys import (
-    MODEL_REGISTRY_KEYS,
-    PROGRESS_KEYS,
-    SCRIPT_KEYS,
-    SEQUENCE_KEYS,
-    WAITING_FOR_MODEL_KEYS,
+from dispatcher.queue.keys import KERNEL_KEYS
+from dispatcher.queue.lua_files import (
+    ALL_FEATURES,
+    FEATURE_BY_FILE,
+    FEATURE_CONSTANTS,
+    LUA_FEATURES,
+    TEXTS,
+    LuaFeature,
+    parse_header,
+    split_list,
 )
 
 Argument = str | bytes | int | float
 NO_NAMES: Mapping[str, Any] = {}
 """Keys or arguments of a script that declares none."""
 
-_FOLDER = files("dispatcher.queue") / "lua"
-_LUA = {
-    file.name.removesuffix(".lua"): file.read_text(encoding="utf-8")
-    for file in _FOLDER.iterdir()
-    if file.name.endswith(".lua")
-}
-"""Text of all Lua files. They are read at import, because the process may lack file descriptors later, and
-the files may be replaced by those of another version."""
-_HEADER = re.compile(r"(?:--[^\n]*\n)+")
-_DECLARATION = re.compile(r"^-- (Uses|Keys|Arguments|List (\w+)): (.*(?:\n--   .*)*)", re.MULTILINE)
-"""Declaration in a header. Its further lines are indented."""
+_LUA = TEXTS
 _CAPITAL_NAMES = re.compile(r"\b[A-Z][A-Z_]+\b")
 _NAME_IN_CODE = re.compile(rf"'[^'\n]*'|--.*|{_CAPITAL_NAMES.pattern}")
 """Names in code. Strings and comments match as a whole, so that names in them are not found."""
 _COMMENT = re.compile(r"--.*")
-_KEY_GROUPS = {"queue": SCRIPT_KEYS, "models": MODEL_REGISTRY_KEYS}
-"""Groups of keys that a script declares by one word: those of a queue and its pool, and those of the model
-registry."""
+_KEY_GROUPS = {"queue": KERNEL_KEYS, **{name: each.pool_keys for name, each in LUA_FEATURES.items()}}
+"""Groups of keys that a script declares by one word: those of a queue and its pool, to which the features add
+theirs, and the pool keys of a feature."""
 
 _pack = msgspec.msgpack.Encoder().encode
 _LUA_READERS = {
@@ -83,10 +81,6 @@ Columns = Sequence[tuple[str, str]]
 """Name and kind of each argument, or of each column of a list."""
 
 
-class Row(msgspec.Struct, kw_only=True):
-    """Row of a list. Its fields are the columns that the script declares, in the same order."""
-
-
 @dataclass
 class ListArgument:
     """List among the arguments of a script."""
@@ -97,7 +91,8 @@ class ListArgument:
     """True if the list has values instead of rows."""
 
     def __post_init__(self) -> None:
-        self._names = tuple(name for name, _ in self.columns)
+        self._names = [name for name, _ in self.columns]
+        self._get_values = _make_getter(self._names)
         self._encoders = _select_encoders(self.columns)
 
     def encode(self, rows: Sequence[Any]) -> list[Argument]:
@@ -106,9 +101,10 @@ class ListArgument:
         if self.is_plain:
             values += rows
         elif rows:
-            _check_names(rows[0].__struct_fields__, self._names)
+            # Rows may have further columns, for features that are not present.
+            _check_names(rows[0].keys() & {*self._names}, self._names)
             for row in rows:
-                values += astuple(row)
+                values += self._get_values(row)
             for first, encode in self._encoders:
                 for at in range(1 + first, len(values), len(self.columns)):
                     values[at] = encode(values[at])
@@ -148,20 +144,17 @@ class Script:
     def __post_init__(self) -> None:
         self._encoders = _select_encoders(self.arguments)
         self._names = [name for name, _ in self.arguments]
-        self._get_values = itemgetter(*self._names) if len(self._names) > 1 else self._get_single_value
-
-    def _get_single_value(self, values: Mapping[str, Any]) -> Sequence[Any]:
-        return [values[name] for name in self._names]
+        self._get_values = _make_getter(self._names)
 
     def encode_keys(self, group: Sequence[Argument], keys: Mapping[str, Argument]) -> list[Argument]:
         if len(keys) != len(self.key_names):
-            _check_names(sorted(keys), sorted(self.key_names))
+            _check_names(keys, self.key_names)
         return [*group, *[keys[name] for name in self.key_names]]
 
     def encode_arguments(self, values: Mapping[str, Any]) -> list[Argument]:
         """Return the values of a call in the order in which the script reads them."""
         if len(values) != len(self.arguments) + len(self.lists):
-            _check_names(sorted(values), sorted([*self._names, *(each.name for each in self.lists)]))
+            _check_names(values, [*self._names, *(each.name for each in self.lists)])
         encoded = [*self._get_values(values)]
         for at, encode in self._encoders:
             encoded[at] = encode(encoded[at])
@@ -171,83 +164,141 @@ class Script:
 
 
 @cache
-def load_script(name: str) -> Script:
-    """Return a script. It is built on first use, because a client runs few of the scripts.
+def load_script(name: str, features: Sequence[str] = ALL_FEATURES) -> Script:
+    """Return a script, built for these features. It is built on first use, because a client runs few of the
+    scripts.
 
     The script itself becomes a function after the files that it uses, so each of the two may have 200 locals.
     """
-    declared = _parse_header(name)
-    key_names = [name for name in _split(declared.get("Keys", "")) if name != "none"]
+    if FEATURE_BY_FILE.get(name) in LUA_FEATURES.keys() - {*features}:
+        raise ValueError(f"{name}.lua belongs to a feature that is not present")
+    declared = parse_header(_LUA[name])
+    key_names = [name for name in split_list(declared.get("Keys", "")) if name != "none"]
     group = key_names.pop(0) if key_names and key_names[0] in _KEY_GROUPS else ""
     arguments = _parse_columns(declared.get("Arguments", ""))
+    used = _collect_used(name, features)
     lists = [
-        _parse_list(kind.removeprefix("List "), columns)
+        _parse_list(kind.removeprefix("List "), columns, used)
         for kind, columns in declared.items()
         if kind.startswith("List ")
     ]
-    used = "\n".join(_LUA[part] for part in _collect_used(name))
+    texts = _join_texts(used, FEATURE_BY_FILE.get(name, ""))
     body = "\n".join(["return (function()", _read_arguments(arguments, lists), _LUA[name], "end)()"])
-    text = _define_names(f"{used}\n{body}", group, key_names)
+    present = [LUA_FEATURES[feature] for feature in features] if group == "queue" else []
+    text = _define_names(f"{texts}\n{body}", group, key_names, present)
     sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
     return Script(text, sha, group, key_names, arguments, lists)
 
 
-def _parse_header(name: str) -> dict[str, str]:
-    """Return the declarations in the header of a Lua file."""
-    header = _HEADER.match(_LUA[name])
-    return {
-        found[1]: re.sub(r"\n--\s+", " ", found[3])
-        for found in _DECLARATION.finditer(header[0] if header else "")
-    }
-
-
-def _split(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
+def get_feature_columns(list_name: str) -> dict[str, Any]:
+    """Return the columns that features add to a list, with the values for a row that is about no feature."""
+    columns = chain.from_iterable(
+        _parse_columns(parse_header(text).get(f"Columns {list_name}", "")) for text in _LUA.values()
+    )
+    return {name: None if kind == "packed" else b"" for name, kind in columns}
 
 
 def _parse_columns(text: str) -> Columns:
-    parts = (part.partition(":") for part in _split(text))
+    parts = (part.partition(":") for part in split_list(text))
     return [(name.strip(), kind.strip() or "text") for name, _, kind in parts]
 
 
-def _parse_list(name: str, text: str) -> ListArgument:
-    columns = _parse_columns(text)
+def _parse_list(name: str, text: str, used: Sequence[str]) -> ListArgument:
+    columns = [*_parse_columns(text)]
     if len(columns) == 1 and columns[0][0] in _LUA_READERS:
         return ListArgument(name, [("value", columns[0][0])], is_plain=True)
+    for file in used:
+        columns += _parse_columns(parse_header(_LUA[file]).get(f"Columns {name}", ""))
     return ListArgument(name, columns, is_plain=False)
 
 
-def _collect_used(name: str) -> list[str]:
-    """Return the files that a file uses. Each comes after those that it uses itself, because it needs their
+def _collect_used(name: str, features: Sequence[str]) -> list[str]:
+    """Return the files that a script uses. Each comes after those that it uses itself, because it needs their
     local functions."""
     found: list[str] = []
-    for part in _split(_parse_header(name).get("Uses", "")):
-        found += [each for each in (*_collect_used(part), part) if each not in found]
+
+    def add(part: str) -> None:
+        if part in found:
+            return
+        add_used_by(part)
+        found.append(part)
+        if part == "common":
+            found.extend(LUA_FEATURES[feature].main_file for feature in features)
+
+    def add_used_by(part: str) -> None:
+        for used in split_list(parse_header(_LUA[part]).get("Uses", "")):
+            add(used)
+
+    add_used_by(name)
+    for file, feature in FEATURE_BY_FILE.items():
+        if feature in features and name in split_list(parse_header(_LUA[file]).get("Hooks", "")):
+            add(file)
     return found
 
 
-def _define_names(text: str, group: str, key_names: Sequence[str]) -> str:
+def _join_texts(used: Sequence[str], own_feature: str) -> str:
+    """Return the texts of the used files, those of features last, except for the main files. The locals of
+    the files of a feature end with them, because a script may have 200, unless the script is one of the
+    feature itself."""
+    main_files = [each.main_file for each in LUA_FEATURES.values()]
+    parts, by_feature = [], dict[str, list[str]]()
+    for file in used:
+        if file in main_files:
+            parts.append(f"do\n{_LUA[file]}end")
+        elif file in FEATURE_BY_FILE:
+            by_feature.setdefault(FEATURE_BY_FILE[file], []).append(_LUA[file])
+        else:
+            parts.append(_LUA[file])
+    for feature, texts in by_feature.items():
+        text = "\n".join(texts)
+        parts.append(text if feature == own_feature else f"do\n{text}end")
+    return "\n".join(parts)
+
+
+def _define_names(text: str, group: str, key_names: Sequence[str], features: Sequence[LuaFeature]) -> str:
     """Return a script after the definitions that it shares with Python: keys as Lua locals, and constants by
-    their values. Only the keys that the script uses, and no constant, because a script may have 200
-    locals."""
-    keys = _KEY_GROUPS.get(group, {})
-    progress_start = len(SCRIPT_KEYS) - len(PROGRESS_KEYS)
-    waiting_for_model_start = progress_start - len(WAITING_FOR_MODEL_KEYS)
-    values = {
+    their values. Only the keys that the script uses, and neither constants nor keys of features, because a
+    script may have 200 locals."""
+    keys = dict(_KEY_GROUPS.get(group, {}))
+    kernel_keys = [*keys]
+    values: dict[str, object] = {
         **constants.LUA_CONSTANTS,
-        "KEY_COUNT": len(keys),
-        "WAITING_FOR_MODEL_START": waiting_for_model_start,
-        "PROGRESS_START": progress_start,
-        "COMMON_KEY_COUNT": waiting_for_model_start - len(SEQUENCE_KEYS),
+        **FEATURE_CONSTANTS,
+        "KERNEL_KEY_COUNT": len(keys),
+        "LAST_EXTRA": max((each.extra[1] for each in LUA_FEATURES.values()), default=0),
     }
+    tables = []
+    for each in features:
+        first = len(keys) + 1
+        keys |= each.keys
+        values |= {key: f"KEYS[{number}]" for number, key in enumerate(each.keys, first)}
+        values |= dict([each.extra])
+        tables.append(_describe_feature(each, first, values))
+    values["FEATURES"] = f"{{{', '.join(tables)}}}"
     text = _NAME_IN_CODE.sub(lambda found: str(values.get(found[0], found[0])), text)
+    numbers = {key: number for number, key in enumerate(kernel_keys, 1)}
+    numbers |= {key: number for number, key in enumerate(key_names, 1 + len(keys))}
     definitions = {
-        **{key: f"KEYS[{number}]" for number, key in enumerate((*keys, *key_names), 1)},
+        **{key: f"KEYS[{number}]" for key, number in numbers.items()},
         "KEY_TYPES": f"{{{', '.join(repr(kind) for _, kind in keys.values())}}}",
     }
     used = set(_CAPITAL_NAMES.findall(_COMMENT.sub("", text)))
     lines = [f"local {name} = {value}" for name, value in definitions.items() if name in used]
     return "\n".join([*lines, text])
+
+
+def _describe_feature(feature: LuaFeature, first_key: int, values: Mapping[str, object]) -> str:
+    """Return the table of a feature for common.lua."""
+    parts = [
+        f"name = '{feature.name}', first_key = {first_key}, last_key = {first_key + len(feature.keys) - 1}"
+    ]
+    if feature.control:
+        parts.append(f"control = '{feature.control}'")
+    if feature.lane:
+        key, letter, *words = feature.lane
+        is_closed = str("closed" in words).lower()
+        parts.append(f"lane = {{set = {values[key]}, letter = '{letter}', closed = {is_closed}}}")
+    return f"{{{', '.join(parts)}}}"
 
 
 def _read_arguments(arguments: Columns, lists: Sequence[ListArgument]) -> str:
@@ -269,6 +320,13 @@ def _select_encoders(columns: Columns) -> list[tuple[int, Callable[[Any], Argume
     return [(at, _ENCODERS[kind]) for at, (_, kind) in enumerate(columns) if kind in _ENCODERS]
 
 
-def _check_names(given: Sequence[str], declared: Sequence[str]) -> None:
-    if given != declared:
-        raise TypeError(f"the script declares {declared}, and the call has {given}")
+def _make_getter(names: Sequence[str]) -> Callable[[Mapping[str, Any]], Sequence[Any]]:
+    """Return a function that returns the values of these names."""
+    if len(names) > 1:
+        return itemgetter(*names)
+    return lambda values: [values[name] for name in names]
+
+
+def _check_names(given: Iterable[str], declared: Sequence[str]) -> None:
+    if set(given) != set(declared):
+        raise TypeError(f"the script declares {sorted(declared)}, and the call has {sorted(given)}")

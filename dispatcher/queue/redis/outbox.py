@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from redis.crc import key_slot
 
-from dispatcher.core.requests.result import decode_result, encode_bad_list
-from dispatcher.ports import QueueUnavailableError
-from dispatcher.queue.redis import script_calls
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.scripts import PermissionDeniedError
+from dispatcher.queue.redis.steps.outbox import push_results, read_outbox
+from dispatcher.requests.result import decode_result, encode_bad_list
+from dispatcher.requests.submission import QueueUnavailableError
 from dispatcher.telemetry.events import Event, emit
 
 _MARKER_TTL_S = 604_800
@@ -47,8 +47,8 @@ class Outbox:
 
     @property
     def has_unreachable_list(self) -> bool:
-        """True if a list is unreachable, so that each delivery has to skip the results for it. The sweep does
-        that at times."""
+        """True if a result list is unreachable. Each delivery then skips the results for it, and the sweep
+        tries again from time to time."""
         return bool(self._unreachable_until)
 
     async def deliver_pending(self) -> None:
@@ -61,7 +61,7 @@ class Outbox:
             name: until for name, until in self._unreachable_until.items() if until > now
         }
         after = "-inf"
-        while found := await self._read_page(after):
+        while found := await read_outbox(self._backend, after, _MAX_ELEMENTS):
             lists: dict[bytes, list[tuple[bytes, bytes, bytes]]] = defaultdict(list)
             for element in found:
                 number, list_name, result = _parse_element(element)
@@ -79,9 +79,6 @@ class Outbox:
             self._unreachable_until[name] = asyncio.get_running_loop().time() + _UNREACHABLE_S
             shown = name.decode(errors="replace")
             emit(Event.RESULT_LIST_UNREACHABLE, list=shown, waiting=len(results), why=str(error))
-
-    async def _read_page(self, after: str) -> Sequence[bytes]:
-        return await script_calls.read_outbox(self._backend, after, _MAX_ELEMENTS)
 
     async def _deliver_list(self, name: bytes, results: Sequence[tuple[bytes, bytes, bytes]]) -> None:
         pushes = [(number, result) for number, result, _ in results]
@@ -106,7 +103,7 @@ class Outbox:
         """Push results. Return False if the list can never take them: it is not a list, or this user may not
         write to it."""
         try:
-            return await script_calls.push_results(
+            return await push_results(
                 self._backend, name, marker, pushes, ttl_s=self._ttl_s, marker_ttl_s=_MARKER_TTL_S
             )
         except PermissionDeniedError:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dispatcher.ports import UnleasedRequest
+from dispatcher.queue.contract import UnleasedRequest
 
 FROM_START = "-inf"
-REMAINING = "u0"
-"""Location of a request of a sequence that no search has found (`Queue.find_remaining_requests`)."""
+UNSEARCHED = "u0"
+"""Beginning of the location of a request that no search has found, but a call of a feature."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class ScoreWalk:
 
 
 class OverdueSearch:
-    """Two passes in turn, so that neither can delay the other for ever.
+    """Two alternating passes, so that neither can delay the other for ever.
 
     `new_deadlines` covers the deadlines that have passed since it last ended. So an overdue request is found
     within seconds, even among a million scores that contain no deadline. `older_deadlines` covers all older
@@ -48,7 +48,7 @@ class OverdueSearch:
         self._is_new_next = False
 
     def next_walk(self) -> ScoreWalk:
-        """Return the pass whose turn it is."""
+        """Return the pass that comes next."""
         if self.new_deadlines.has_ended:
             self.new_deadlines = ScoreWalk(self.new_deadlines.until)
         if self.older_deadlines.has_ended:
@@ -75,7 +75,7 @@ class OverdueSearch:
     def record_removed(self, item: UnleasedRequest) -> None:
         """Adjust the position: the ranks behind a removed request fall by one."""
         side, at = item.location[0], int(item.location[1:].partition("|")[0])
-        if side == REMAINING[0]:
+        if side == UNSEARCHED[0]:
             return
         walk = self.new_deadlines if side == "f" else self.older_deadlines
         if walk.range_index == at and walk.offset > 0:

@@ -1,7 +1,7 @@
 """The queue in Redis or Valkey, as one dispatcher uses it. docs/reference/queue-contract.md describes its
 keys and scripts.
 
-Each method calls one script (script_calls.py), or one per megabyte. Times are translated here between the
+Each method calls one script (steps/), or one per megabyte. Times are translated here between the
 clock of the event loop and Redis TIME (backend.py). The scripts store Redis time only, so the clocks of the
 owners need not agree.
 """
@@ -10,59 +10,63 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, TypeVar
 
-from dispatcher.core.requests.forecast import QueueSnapshot
-from dispatcher.core.requests.lanes import ONE_PER_LANE, Lane, shorten_model_name
-from dispatcher.core.requests.oversize import MAX_ENVELOPE_BYTES
-from dispatcher.core.sequences.decisions import SequenceTerms, TurnDecision
-from dispatcher.core.sequences.turns import Turn
-from dispatcher.ports import (
+from dispatcher.queue.constants import (
+    BAD_LIST,
+    DONE,
+    LOST,
+    TOO_LARGE,
+    UNWRITABLE,
+)
+from dispatcher.queue.contract import (
     ClaimResult,
-    ClaimTurnsResult,
     DeadLetter,
     EndAndClaimResult,
     Lease,
     LeaseUnitsResult,
-    ModelRegistryState,
     Overload,
     Permit,
-    PinRequest,
-    QueueCounts,
     Release,
-    RemainingRequest,
     RenewResult,
-    ReturnedRequests,
     Settlement,
     SettleStatus,
     SweepSummary,
     UnleasedRequest,
 )
-from dispatcher.queue.constants import (
-    BAD_LIST,
-    DONE,
-    LOST,
-    MAX_PINS,
-    MAX_RETURNED_PER_CALL,
-    TOO_LARGE,
-    UNWRITABLE,
-)
 from dispatcher.queue.keys import QueueNames
+from dispatcher.queue.lua_files import ALL_FEATURES
 from dispatcher.queue.owners import DeadOwnerDetector
-from dispatcher.queue.redis import cancel_markers, model_registry, script_calls, sequences
+from dispatcher.queue.redis import cancel_markers
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.outbox import Outbox
-from dispatcher.queue.redis.overdue import REMAINING, OverdueSearch
-from dispatcher.queue.redis.replies import ClaimReply, ReleaseReply, SettleReply
+from dispatcher.queue.redis.overdue import OverdueSearch
 from dispatcher.queue.redis.result_lists import ResultListChecker
 from dispatcher.queue.redis.result_writer import ResultWriter, WriteStep
-from dispatcher.queue.redis.script_calls import ClaimOffer, OwnerTerms, ResultWrite
-from dispatcher.queue.redis.scripts import MAX_SCRIPT_ITEMS, CallFailedError, Client, split_batches
-from dispatcher.queue.redis.waiting_for_model import count_waiting_by_model, return_waiting_for_models
+from dispatcher.queue.redis.scripts import CallFailedError, Client, split_batches, split_for_owner
+from dispatcher.queue.redis.steps.claim import ClaimReply, claim, cut_member
+from dispatcher.queue.redis.steps.common import ClaimOffer, OwnerTerms
+from dispatcher.queue.redis.steps.count_requests import count_requests
+from dispatcher.queue.redis.steps.find_overdue import find_overdue
+from dispatcher.queue.redis.steps.release import ReleaseReply, release
+from dispatcher.queue.redis.steps.renew import renew
+from dispatcher.queue.redis.steps.set_lease_units import set_lease_units
+from dispatcher.queue.redis.steps.settle import ResultWrite, SettleReply, settle, settle_unleased
+from dispatcher.queue.redis.steps.share_pool_identity import share_pool_identity
+from dispatcher.queue.redis.steps.sweep import sweep
+from dispatcher.queue.redis.steps.take_snapshot import take_snapshot
 from dispatcher.queue.redis.wake_ups import WakeUpListener
+from dispatcher.requests.forecast import QueueSnapshot
+from dispatcher.requests.lanes import ONE_PER_LANE, Lane
+from dispatcher.requests.oversize import MAX_ENVELOPE_BYTES
+from dispatcher.requests.queue_counts import QueueCounts
+from dispatcher.requests.submission import QueueUnavailableError
 from dispatcher.telemetry.events import Event, emit
+
+T = TypeVar("T")
 
 _MAX_CLAIM = 1000
 _MAX_TRANSFERS = 3
@@ -80,19 +84,33 @@ async def _return_no_progress() -> bytes:
     return b""
 
 
+@dataclass(frozen=True, slots=True)
+class QueueOptions:
+    """Settings of an owner of a queue."""
+
+    lease_s: float = 30.0
+    """The same for all dispatchers."""
+    owner_timeout_s: float = 5.0
+    """Seconds without a call after which the owner counts as dead. With 0, only its leases run out."""
+    poll_s: float = 0.2
+    result_ttl_s: int = 604_800
+    """Lifetime of result lists. 0 keeps them for ever."""
+    dead_max: int = 100_000
+    max_pending: int = 0
+    """Largest number of requests that may wait. 0 is no limit."""
+    max_payload_bytes: int = 16 << 20
+    """Largest payload. A member that is too long for such a payload is cut to its beginning
+    (requests/oversize.py)."""
+    attempt_timeout_s: float = 3.0
+
+
 class RedisQueue:
     """One owner's access to a queue. Implements `ports.Queue`.
 
     `owner` is unique among all dispatchers, including those that died.
-    `lease_s` must be the same for all dispatchers.
-    `owner_timeout_s` is the time without a call after which the owner counts as dead. With 0, only its leases
-    run out.
     `dead_owner_detector` knows which owners have ended, so that their leases are taken back without a
     timeout.
-    `result_ttl_s` is the lifetime of result lists. 0 keeps them for ever.
-    `max_pending` is the largest number of requests that may wait. 0 is no limit.
-    `max_payload_bytes` is the largest payload. A member that is too long for such a payload is cut to its
-    beginning (core/requests/oversize.py).
+    `features` are those for which the scripts are built.
 
     A call takes a few seconds at most, including retries, except for large values.
     """
@@ -102,33 +120,28 @@ class RedisQueue:
         client: Client,
         names: QueueNames,
         owner: str,
+        options: QueueOptions = QueueOptions(),
         *,
-        lease_s: float = 30.0,
-        owner_timeout_s: float = 5.0,
         dead_owner_detector: DeadOwnerDetector | None = None,
-        poll_s: float = 0.2,
-        result_ttl_s: int = 604_800,
-        dead_max: int = 100_000,
-        max_pending: int = 0,
-        max_payload_bytes: int = 16 << 20,
-        attempt_timeout_s: float = 3.0,
+        features: Sequence[str] = ALL_FEATURES,
     ) -> None:
         self.names = names
         self.owner = owner
-        self.backend = Backend(client, names, attempt_timeout_s=attempt_timeout_s)
-        self._owner_terms = OwnerTerms(owner, owner_timeout_s, lease_s)
-        self._max_member_bytes = max_payload_bytes + MAX_ENVELOPE_BYTES
+        self.backend = Backend(client, names, attempt_timeout_s=options.attempt_timeout_s, features=features)
+        self.owner_terms = OwnerTerms(owner, options.owner_timeout_s, options.lease_s)
+        self.max_member_bytes = options.max_payload_bytes + MAX_ENVELOPE_BYTES
+        self._options = options
         self._failed_transfers: Counter[tuple[str, int]] = Counter()
         """Number of failed transfers of a large member, by its entry."""
         self._dead_owner_detector = dead_owner_detector
-        self._result_ttl_s = result_ttl_s
-        self._dead_max = dead_max
-        self._max_pending = max_pending
-        self._outbox = Outbox(self.backend, result_ttl_s)
+        self._foreign_markers = cancel_markers.ForeignMarkers(self.backend)
+        self._outbox = Outbox(self.backend, options.result_ttl_s)
         self._result_lists = ResultListChecker(self.backend, self._outbox)
-        self._result_writer = ResultWriter(self.backend, self._result_lists, self._outbox)
+        self._result_writer = ResultWriter(
+            self.backend, self._result_lists, self._outbox, self._foreign_markers
+        )
         self._overdue_search: OverdueSearch | None = None
-        self._wake_ups = WakeUpListener(self.backend.scripts, names, poll_s)
+        self._wake_ups = WakeUpListener(self.backend.scripts, names, options.poll_s)
 
     def __repr__(self) -> str:
         return f"<RedisQueue {self.names.queue} for {self.owner}>"
@@ -138,11 +151,14 @@ class RedisQueue:
         await self._wake_ups.aclose()
         await self.backend.aclose()
 
+    def open_calls(self, calls: Callable[[Any], T]) -> T:
+        return calls(self)
+
     def unix_now(self) -> float:
         return self.backend.clock.to_server_time(asyncio.get_running_loop().time())
 
     async def count_requests(self) -> QueueCounts:
-        return await script_calls.count_requests(self.backend)
+        return await count_requests(self.backend)
 
     async def find_invalid_result_lists(self, names: Iterable[str]) -> Mapping[str, str]:
         return await self._result_lists.find_invalid_lists(names)
@@ -173,16 +189,16 @@ class RedisQueue:
         *,
         is_probe: bool = False,
     ) -> ClaimResult:
-        await self._ensure_clock_known()
-        reply = await script_calls.claim(
+        await self.ensure_clock_known()
+        reply = await claim(
             self.backend,
-            self._owner_terms,
+            self.owner_terms,
             nonce,
             permit,
             max_count=max_count,
             max_per_lane=max_per_lane,
             assumed_units=assumed_units,
-            max_member_bytes=self._max_member_bytes,
+            max_member_bytes=self.max_member_bytes,
             is_probe=is_probe,
         )
         if not reply.large_member_bytes and not reply.large_progress_bytes:
@@ -201,7 +217,7 @@ class RedisQueue:
                 self.names.members_key,
                 lease,
                 reply.large_member_bytes,
-                lambda: script_calls.cut_member(self.backend, lease),
+                lambda: cut_member(self.backend, lease),
             )
             if member is None:
                 return []
@@ -235,62 +251,21 @@ class RedisQueue:
         return value
 
     async def renew(self, leases: Sequence[Lease]) -> RenewResult:
-        lost: list[int] = []
-        at = 0
-        while True:  # at least one call, because it is also the heartbeat of this owner
-            renewed = await script_calls.renew(
-                self.backend, self._owner_terms, leases[at : at + MAX_SCRIPT_ITEMS]
-            )
-            lost += renewed.lost_entry_ids
-            at += MAX_SCRIPT_ITEMS
-            if at >= len(leases):
-                return replace(renewed, lost_entry_ids=lost)
+        results = [await renew(self.backend, self.owner_terms, batch) for batch in split_for_owner(leases)]
+        lost = [entry_id for each in results for entry_id in each.lost_entry_ids]
+        return replace(results[-1], lost_entry_ids=lost)
 
     async def set_lease_units(
         self, lease_units: Sequence[tuple[Lease, int]], permit: Permit
     ) -> LeaseUnitsResult:
-        await self._ensure_clock_known()
-        fits: list[bool] = []
-        at = 0
-        while True:
-            reply = await script_calls.set_lease_units(
-                self.backend, self._owner_terms, lease_units[at : at + MAX_SCRIPT_ITEMS], permit
-            )
-            fits += reply.fits
-            at += MAX_SCRIPT_ITEMS
-            if at >= len(lease_units):
-                return replace(reply, fits=fits)
+        await self.ensure_clock_known()
+        results = [
+            await set_lease_units(self.backend, self.owner_terms, batch, permit)
+            for batch in split_for_owner(lease_units)
+        ]
+        return replace(results[-1], fits=[fits for each in results for fits in each.fits])
 
-    async def claim_turns(
-        self, turns: Sequence[tuple[Lease, Turn]], terms: SequenceTerms
-    ) -> ClaimTurnsResult:
-        await self._ensure_clock_known()
-        verdicts: list[TurnDecision] = []
-        at = 0
-        while True:
-            batch = turns[at : at + MAX_SCRIPT_ITEMS]
-            reply = await sequences.claim_turns(
-                self.backend, self.owner, self._owner_terms.lease_s, batch, terms
-            )
-            verdicts += reply.decisions
-            at += MAX_SCRIPT_ITEMS
-            if at >= len(turns):
-                return replace(reply, decisions=verdicts)
-
-    async def find_remaining_requests(self, max_count: int) -> Sequence[RemainingRequest]:
-        found = []
-        for row in await sequences.find_remaining_requests(
-            self.backend, min(max_count, MAX_SCRIPT_ITEMS), self._max_member_bytes
-        ):
-            entry = row.place.split(":")[1]
-            member = await self._load_if_large(self.names.members_key, entry, row.member)
-            progress = await self._load_if_large(self.names.progress_key, entry, row.progress)
-            if member is not None:
-                request = UnleasedRequest(f"{REMAINING}|{row.place}", member, progress=progress or b"")
-                found.append(RemainingRequest(request, row.error_code, row.message))
-        return found
-
-    async def _load_if_large(self, key: str, entry: str, value: bytes | int) -> bytes | None:
+    async def load_if_large(self, key: str, entry: str, value: bytes | int) -> bytes | None:
         """Return a value that a script returned, or load it from its hash if the script returned its size.
         `None` if it is no longer there."""
         if not isinstance(value, int):
@@ -302,8 +277,8 @@ class RedisQueue:
         return loaded
 
     async def share_state(self, permit: Permit, overload: Overload | None) -> RenewResult:
-        await self._ensure_clock_known()
-        return await script_calls.renew(self.backend, self._owner_terms, permit=permit, overload=overload)
+        await self.ensure_clock_known()
+        return await renew(self.backend, self.owner_terms, permit=permit, overload=overload)
 
     async def settle(self, settlements: Sequence[Settlement]) -> Sequence[SettleStatus | None]:
         return await self._end_leases([ResultWrite(each) for each in settlements])
@@ -311,7 +286,7 @@ class RedisQueue:
     async def settle_and_claim_next(
         self, settlements: Sequence[Settlement], nonce: str, permit: Permit
     ) -> EndAndClaimResult:
-        await self._ensure_clock_known()
+        await self.ensure_clock_known()
         # The results may need several calls, and the offer is for one of them only.
         offers = [self._make_offer(nonce, permit)]
         settle_replies: list[SettleReply] = []
@@ -328,7 +303,7 @@ class RedisQueue:
         statuses = await self._end_leases([ResultWrite(each) for each in settlements], settle_with_offer)
         if not settle_replies:
             return EndAndClaimResult(statuses, None, ())
-        return EndAndClaimResult(statuses, settle_replies[0].claim_result, settle_replies[0].granted_turns)
+        return EndAndClaimResult(statuses, settle_replies[0].claim_result, settle_replies[0].extras)
 
     async def move_to_dead_letters(self, dead_letters: Sequence[DeadLetter]) -> Sequence[SettleStatus | None]:
         return await self._end_leases(
@@ -354,19 +329,20 @@ class RedisQueue:
     async def _run_settle(
         self, writes: Sequence[ResultWrite], offer: ClaimOffer | None = None
     ) -> SettleReply:
-        reply = await script_calls.settle(
+        options = self._options
+        reply = await settle(
             self.backend,
             writes,
-            ttl_s=self._result_ttl_s,
-            dead_max=self._dead_max,
-            offer=None if offer is None else offer.describe(self.backend),
+            ttl_s=options.result_ttl_s,
+            dead_max=options.dead_max,
+            offer=offer,
         )
         if reply.dropped_dead_count:
-            emit(Event.DEAD_DROPPED, count=reply.dropped_dead_count, dead_max=self._dead_max)
+            emit(Event.DEAD_DROPPED, count=reply.dropped_dead_count, dead_max=options.dead_max)
         return reply
 
     def _make_offer(self, nonce: str, permit: Permit) -> ClaimOffer:
-        return ClaimOffer(self.owner, self._owner_terms.lease_s, nonce, permit, self._max_member_bytes)
+        return ClaimOffer(self.owner, self.owner_terms.lease_s, nonce, permit, self.max_member_bytes)
 
     async def release(self, releases: Sequence[Release]) -> Sequence[SettleStatus]:
         return (await self._release_all(releases)).statuses
@@ -374,7 +350,7 @@ class RedisQueue:
     async def release_and_claim_again(
         self, releases: Sequence[Release], nonce: str, permit: Permit
     ) -> EndAndClaimResult:
-        await self._ensure_clock_known()
+        await self.ensure_clock_known()
         reply = await self._release_all(releases, self._make_offer(nonce, permit))
         claimed = reply.claim_result
         if claimed is not None:
@@ -408,85 +384,58 @@ class RedisQueue:
         """Release a batch. If a reachable server does not take it because of the progress in it, release its
         requests one by one."""
         try:
-            return await script_calls.release(
-                self.backend, batch, None if offer is None else offer.describe(self.backend)
-            )
+            return await release(self.backend, batch, offer)
         except CallFailedError:
             if not any(each.stored_progress for each in batch) or not await self._is_responding():
                 raise
         return ReleaseReply([status for each in batch for status in await self._release_one(each)])
 
-    async def _release_one(self, release: Release) -> list[SettleStatus]:
+    async def _release_one(self, one: Release) -> list[SettleStatus]:
         """Release a request, without its progress if a reachable server does not take it: a lease whose
         release fails again and again would run out and count as a death."""
         try:
-            return (await script_calls.release(self.backend, [release])).statuses
+            return (await release(self.backend, [one])).statuses
         except CallFailedError:
-            if not release.stored_progress or not await self._is_responding():
+            if not one.stored_progress or not await self._is_responding():
                 raise
-        return (await script_calls.release(self.backend, [release.copy_with(progress=None)])).statuses
+        return (await release(self.backend, [one.copy_with(progress=None)])).statuses
 
     async def _is_responding(self) -> bool:
         return await self.backend.scripts.is_responding(self.names.queue)
 
-    async def return_waiting_for_models(self, models: Sequence[str]) -> ReturnedRequests:
-        moved = left = 0
-        # Models whose names are equal after shortening are one model here.
-        for batch in split_batches(list(dict.fromkeys(map(shorten_model_name, models))), lambda _: 0):
-            returned = await return_waiting_for_models(self.backend, batch, MAX_RETURNED_PER_CALL - moved)
-            moved, left = moved + returned.returned_count, left + returned.remaining_count
-        return ReturnedRequests(moved, left)
-
-    async def count_waiting_by_model(self) -> Mapping[str, int]:
-        return await count_waiting_by_model(self.backend)
-
-    async def refresh_warm_markers(
-        self,
-        keep: Collection[tuple[str, str]],
-        remove: Collection[tuple[str, str]],
-        models_in_use: Collection[str],
-    ) -> ModelRegistryState:
-        return await model_registry.refresh_warm_markers(
-            self.backend, self.owner, keep, remove, models_in_use
-        )
-
-    async def read_model_registry(self) -> ModelRegistryState:
-        return await model_registry.read_model_registry(self.backend)
-
-    async def take_warm_up_lock(self, model: str, endpoint: str) -> bool:
-        return await model_registry.update_warm_up_lock(self.backend, "take", self.owner, model, endpoint)
-
-    async def mark_warm(self, model: str, endpoint: str) -> None:
-        await model_registry.update_warm_up_lock(self.backend, "warm", self.owner, model, endpoint)
-
-    async def release_warm_up_lock(self, model: str, endpoint: str) -> None:
-        await model_registry.update_warm_up_lock(self.backend, "back", self.owner, model, endpoint)
-
-    async def pin_versions(self, pins: Sequence[PinRequest]) -> Sequence[str]:
-        return await model_registry.pin_versions(self.backend, pins, MAX_PINS)
-
-    async def check_cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
-        scripts = self.backend.scripts
+    async def check_cancelled(
+        self, requests: Sequence[tuple[str, str]]
+    ) -> Sequence[bool | QueueUnavailableError]:
+        is_cluster = self.backend.scripts.is_cluster
         own = await cancel_markers.check_cancelled(
-            self.backend, requests, foreign="" if scripts.is_cluster else "must"
+            self.backend, requests, foreign="" if is_cluster else "must"
         )
-        if not scripts.is_cluster:
+        if not is_cluster:
             return own
         # The markers of llm-d's producers are in other slots, out of reach of the script.
-        foreign = await cancel_markers.check_foreign_cancelled(scripts, requests)
+        foreign = await self._foreign_markers.check_cancelled(requests)
         return [by_own or by_theirs for by_own, by_theirs in zip(own, foreign, strict=True)]
 
+    async def share_pool_identity(self, identity: bytes, valid_s: float) -> Sequence[bytes]:
+        """Record for `valid_s` to which pool this owner sends, unless `identity` is empty. Return the pools
+        of all owners."""
+        return await share_pool_identity(self.backend, identity, valid_s)
+
     async def sweep(self) -> SweepSummary:
-        reclaimed = due = turns = cancelled = 0
+        reclaimed = due = freed = 0
+        max_pending = self._options.max_pending
         ended_owners: Sequence[str] = ()
         while True:
-            reply = await script_calls.sweep(
-                self.backend, self._owner_terms, _MAX_SWEEP, ended_owners, max_pending=self._max_pending
+            reply = await sweep(
+                self.backend,
+                self.owner_terms,
+                _MAX_SWEEP,
+                ended_owners,
+                max_pending=max_pending,
             )
             reclaimed += reply.reclaimed_count
             due += reply.due_count
-            turns += reply.turn_count
-            cancelled += reply.cancelled_count
+            freed += reply.freed_count
             # The first sweep reports the owners that hold leases. A second one names those that have ended.
             before, ended_owners = ended_owners, self._find_ended_owners(reply.lease_owners)
             # Owners that were named before and still hold leases hold those of other queues, unless the sweep
@@ -495,7 +444,7 @@ class RedisQueue:
                 break
         if self.backend.scripts.is_cluster:
             await self._outbox.deliver_pending()
-        return SweepSummary(reclaimed, due, reply.next_due_at, reply.lost_units, turns, cancelled)
+        return SweepSummary(reclaimed, due, reply.next_due_at, reply.lost_units, freed)
 
     def _find_ended_owners(self, lease_owners: Sequence[str]) -> Sequence[str]:
         """Return the owners that hold leases and are proven to have ended."""
@@ -509,25 +458,25 @@ class RedisQueue:
     async def find_overdue(self, max_count: int) -> Sequence[UnleasedRequest]:
         """Return unleased requests that may be past their deadline: at most 1 MB of them with their progress,
         but at least one."""
-        await self._ensure_clock_known()
+        await self.ensure_clock_known()
         overdue = self._overdue_search = self._overdue_search or OverdueSearch(self.unix_now())
         # Both passes, because one of them may have found nothing.
         for _ in range(2):
             walk = overdue.next_walk()
-            reply = await script_calls.find_overdue(
-                self.backend, walk, max_count, max_member_bytes=self._max_member_bytes
-            )
+            reply = await find_overdue(self.backend, walk, max_count, max_member_bytes=self.max_member_bytes)
             if size := reply.large_request_bytes:
                 same_position = replace(walk)
                 # Before the call, so that a request whose transfer fails does not stop the search.
                 walk.offset += 1
-                reply = await script_calls.find_overdue(
+                reply = await find_overdue(
                     self.backend,
                     same_position,
                     max_count,
-                    max_member_bytes=self._max_member_bytes,
+                    max_member_bytes=self.max_member_bytes,
                     large_request_bytes=size,
                 )
+            # There are no rows if an even larger member has taken this place since the first call. The next
+            # search begins with that member.
             walk.advance_to(reply.until, reply.next_range, reply.next_offset)
             if reply.rows:
                 return overdue.record_found(walk, reply.rows)
@@ -546,15 +495,15 @@ class RedisQueue:
         return done
 
     async def _settle_unleased_writes(self, writes: Sequence[ResultWrite]) -> Sequence[int]:
-        return await script_calls.settle_unleased(self.backend, writes, ttl_s=self._result_ttl_s)
+        return await settle_unleased(self.backend, writes, ttl_s=self._options.result_ttl_s)
 
     async def take_snapshot(self, rate: float | None = None, service_s: float = 0.0) -> QueueSnapshot:
-        return await script_calls.take_snapshot(self.backend, self._owner_terms.timeout_s, rate, service_s)
+        return await take_snapshot(self.backend, self.owner_terms.timeout_s, rate, service_s)
 
     async def wait_for_work(self) -> None:
         await self._wake_ups.wait_for_wake_up()
 
-    async def _ensure_clock_known(self) -> None:
+    async def ensure_clock_known(self) -> None:
         """Make sure that times can be translated, for which one reply of the server is needed."""
         if not self.backend.clock.is_known:
             await self.count_requests()

@@ -7,11 +7,11 @@ write (lua/require_commands.lua), so that nothing is left half done. Here all ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dispatcher.queue.keys import FOREIGN_ACTIVE_PREFIX, FOREIGN_CANCEL_PREFIX, QueueNames
-from dispatcher.queue.redis.script_calls import check_permissions
+from dispatcher.queue.redis.lua_scripts import load_script
 from dispatcher.queue.redis.scripts import ScriptRunner
 
 _COMMANDS = (
@@ -33,7 +33,7 @@ class Permission:
     """Key pattern as in ACL SETUSER: a prefix ends with an asterisk."""
 
     def to_acl_args(self) -> tuple[str, ...]:
-        """Return a call that needs the permission, with a word at every position where some version looks for
+        """Return a call that needs the permission, with a word at every position where some server looks for
         a key."""
         key = self.key.replace("*", "any")
         if self.command == "eval":
@@ -59,7 +59,7 @@ def list_required_permissions(names: QueueNames) -> list[Permission]:
         Permission("eval", key)
         for key in (
             *names.script_keys,
-            *names.model_registry_keys,
+            *names.feature_pool_keys,
             names.reply_key("*"),
             names.active_key("*"),
             f"{names.queue_prefix}:cancel:*",
@@ -82,7 +82,7 @@ async def find_missing_permissions(scripts: ScriptRunner, names: QueueNames) -> 
     """Check all permissions. Raises QueueUnavailableError if even the check (EVAL) is not permitted."""
     # Subscribing comes last and is not required: without it, the dispatcher polls.
     permissions = [*list_required_permissions(names), Permission(_SUBSCRIBE, names.wake_channel)]
-    flags = await check_permissions(scripts, [right.to_acl_args() for right in permissions])
+    flags = await _check_permissions(scripts, [right.to_acl_args() for right in permissions])
     if not flags:
         return MissingPermissions(is_known=False)
     refused = {right for right, granted in zip(permissions, flags, strict=True) if not granted}
@@ -90,6 +90,19 @@ async def find_missing_permissions(scripts: ScriptRunner, names: QueueNames) -> 
     return MissingPermissions(
         tuple(_summarize_refused(permissions, refused & set(permissions))), can_subscribe
     )
+
+
+async def _check_permissions(scripts: ScriptRunner, calls: Sequence[Sequence[str]]) -> list[bool]:
+    """Return for each call whether this user may make it. Empty if the server cannot be asked."""
+    words = [{"call": number, "text": word} for number, call in enumerate(calls, 1) for word in call]
+    script = load_script("check_permissions")
+    arguments = script.encode_arguments({"words": words})
+
+    # By EVAL, because EVALSHA is among the permissions in question.
+    flags = await scripts.call_with_retries(
+        lambda: scripts.client.execute_command("EVAL", script.text, 0, *arguments)
+    )
+    return [bool(granted) for granted in flags]
 
 
 def _summarize_refused(asked: Iterable[Permission], refused: set[Permission]) -> list[str]:

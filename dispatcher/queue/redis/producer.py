@@ -1,23 +1,20 @@
-"""Calls of producers and consumers: one function for each script, as in script_calls.py, and the wait for
-results.
+"""Calls of producers and consumers: one function for each script, as in steps/, and the wait for results.
 
 They are separate from those of dispatchers, so that a program which only submits loads little.
 """
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from dispatcher.core.requests.submission import Submission
 from dispatcher.queue.constants import CANCEL_TTL_S, REPLY_TTL_S
 from dispatcher.queue.keys import KEPT_SUFFIX, MAX_TOKEN_BYTES, OWNER_SUFFIX, QueueNames
 from dispatcher.queue.redis.backend import Backend
-from dispatcher.queue.redis.lua_scripts import Row
 from dispatcher.queue.redis.scripts import MAX_SCRIPT_BYTES, ScriptRunner, WrongKeyError
+from dispatcher.requests.submission import Submission
 
 MAX_COLLECTED = 1000
 _MAX_SCANNED = 100
@@ -26,14 +23,6 @@ NOT_SERVED_AFTER_S = 30.0
 seconds."""
 KEPT_TTL_S = 604_800
 """Seconds for which results are kept for a client if their list has no lifetime of its own."""
-
-
-class _SubmissionRow(Row):
-    score: str
-    member: bytes
-    id: str
-    token: str
-    deadline: int
 
 
 async def submit(
@@ -53,13 +42,13 @@ async def submit(
     for each in submissions:
         request_id, token, deadline = build_active_marker(each)
         rows.append(
-            _SubmissionRow(
-                score=repr(float(each.score)),
-                member=each.member,
-                id=request_id,
-                token=token,
-                deadline=deadline,
-            )
+            {
+                "score": repr(float(each.score)),
+                "member": each.member,
+                "id": request_id,
+                "token": token,
+                "deadline": deadline,
+            }
         )
     reply = await backend.run_script(
         "submit",
@@ -103,26 +92,6 @@ async def cancel_request(
     )
     cancelled_count: int = reply.value
     return cancelled_count
-
-
-async def get_or_create_sequence_secret(scripts: ScriptRunner, names: QueueNames) -> str:
-    """Return the secret that all programs with our client share for their sequences. Create it if needed.
-
-    Only users with an operator's rights may read the secret, and they may read the contents of sequences
-    anyway. So it keeps out producers with lesser rights, while a restarted program, its replicas and the
-    command line can go on with each other's sequences.
-    """
-
-    async def get_or_create() -> bytes:
-        found: bytes | None = await scripts.client.get(names.sequence_secret_key)
-        if found is None:
-            # Several programs may do this at the same time. NX lets the first one win, and all read its
-            # secret.
-            await scripts.client.set(names.sequence_secret_key, secrets.token_hex(16), nx=True)
-            found = await scripts.client.get(names.sequence_secret_key)
-        return found or b""
-
-    return (await scripts.call_with_retries(get_or_create)).decode(errors="replace")
 
 
 async def is_request_active(backend: Backend, request_id: str) -> bool:

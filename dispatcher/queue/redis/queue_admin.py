@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from redis import exceptions as errors
 
-from dispatcher.core.requests.found_request import FoundRequest, LookupPage, RequestLocation, SearchTerms
-from dispatcher.core.requests.request import Request, parse_member
-from dispatcher.core.sequences.decisions import SequencePage
-from dispatcher.core.sequences.turns import SequenceSnapshot, SequenceStatus
-from dispatcher.ports import DeadRequest, ModelRegistryState, QueueCounts, Submission
-from dispatcher.queue.constants import CANCEL_TTL_S
+from dispatcher.queue.admin_contract import DeadRequest
 from dispatcher.queue.keys import QueueNames
-from dispatcher.queue.redis import (
-    cancel_markers,
-    model_registry,
-    producer,
-    script_calls,
-    search,
-    sequences,
-    waiting_for_model,
-)
+from dispatcher.queue.lua_files import ALL_FEATURES
+from dispatcher.queue.redis import cancel_markers, producer, search
 from dispatcher.queue.redis.backend import Backend
-from dispatcher.queue.redis.scripts import Client, split_batches
+from dispatcher.queue.redis.scripts import MAX_SCRIPT_BYTES, Client, split_batches
+from dispatcher.queue.redis.steps import dead_requests
+from dispatcher.queue.redis.steps.common import split_rows
+from dispatcher.queue.redis.steps.count_requests import count_requests
 from dispatcher.queue.requeue import build_resubmission
+from dispatcher.requests.found_request import FoundRequest, LookupPage, RequestLocation, SearchTerms
+from dispatcher.requests.queue_counts import QueueCounts
+from dispatcher.requests.submission import Submission
+
+T = TypeVar("T")
 
 _BATCH_SIZE = 1000
 _MAX_PAUSE_BYTES = 65_536
@@ -42,9 +38,16 @@ class RedisQueueAdmin:
     Raises QueueUnavailableError for every temporary failure.
     """
 
-    def __init__(self, client: Client, names: QueueNames, *, attempt_timeout_s: float = 3.0) -> None:
+    def __init__(
+        self,
+        client: Client,
+        names: QueueNames,
+        *,
+        attempt_timeout_s: float = 3.0,
+        features: Sequence[str] = ALL_FEATURES,
+    ) -> None:
         self.names = names
-        self.backend = Backend(client, names, attempt_timeout_s=attempt_timeout_s)
+        self.backend = Backend(client, names, attempt_timeout_s=attempt_timeout_s, features=features)
 
     def __repr__(self) -> str:
         return f"<RedisQueueAdmin {self.names.queue}>"
@@ -52,6 +55,10 @@ class RedisQueueAdmin:
     async def aclose(self) -> None:
         """Close the connections."""
         await self.backend.aclose()
+
+    def open_calls(self, calls: Callable[[Any], T]) -> T:
+        """Return the calls that a feature adds to the queue."""
+        return calls(self)
 
     async def submit(self, submissions: Sequence[Submission]) -> int:
         """Submit requests and wake the dispatchers. Return how many were not pending already."""
@@ -80,7 +87,7 @@ class RedisQueueAdmin:
         Only reads. A marker that this user may not read counts as none, and so do those of llm-d's producers
         on a Cluster, because they are on any of its nodes.
         """
-        foreign: cancel_markers.ForeignMarkers = "" if self.backend.scripts.is_cluster else "may"
+        foreign: cancel_markers.ForeignMode = "" if self.backend.scripts.is_cluster else "may"
         return await cancel_markers.check_cancelled(self.backend, requests, foreign=foreign)
 
     async def pause(self, who: str, why: str) -> None:
@@ -90,7 +97,7 @@ class RedisQueueAdmin:
 
         async def set_pause() -> None:
             await scripts.client.set(self.names.paused_key, record)
-            await self._publish_wake_up("paused")
+            await self.publish_wake_up("paused")
 
         await scripts.call_with_retries(set_pause)
 
@@ -99,11 +106,11 @@ class RedisQueueAdmin:
 
         async def delete_pause() -> None:
             await scripts.client.delete(self.names.paused_key)
-            await self._publish_wake_up("resumed")
+            await self.publish_wake_up("resumed")
 
         await scripts.call_with_retries(delete_pause)
 
-    async def _publish_wake_up(self, message: str) -> None:
+    async def publish_wake_up(self, message: str) -> None:
         """Publish a wake-up. If this user may not publish, the dispatchers notice the change when they next
         poll."""
         with suppress(errors.NoPermissionError):
@@ -135,7 +142,10 @@ class RedisQueueAdmin:
 
         At most 1 MB of members, but at least one.
         """
-        return await script_calls.peek_next(self.backend, max_count)
+        reply = await self.backend.run_script(
+            "peek_next", {"max_count": max_count, "max_bytes": MAX_SCRIPT_BYTES}
+        )
+        return [(float(score), member) for score, member in split_rows(reply.value, 2)]
 
     async def list_requests(
         self, state: RequestLocation, max_count: int, after: str = "", *, full_members: bool = False
@@ -191,118 +201,17 @@ class RedisQueueAdmin:
         return await producer.get_sweep_age_s(self.backend.scripts, self.names)
 
     async def count_requests(self) -> QueueCounts:
-        return await script_calls.count_requests(self.backend)
-
-    async def count_waiting_by_model(self) -> Mapping[str, int]:
-        """Return the number of requests that wait for each model that is not served."""
-        return await waiting_for_model.count_waiting_by_model(self.backend)
-
-    async def list_sequences(
-        self, max_count: int, after: str = "", status: SequenceStatus | None = None
-    ) -> SequencePage:
-        """Return a page of a scan over about `max_count` sequences, in no order. It has those with the
-        status, if one is given."""
-        return await sequences.list_sequences(self.backend, max_count, after, status)
-
-    async def get_sequence(self, sequence_id: str) -> SequenceSnapshot | None:
-        """Return one sequence with the first of its waiting requests. `None` if it is not known."""
-        return await sequences.get_sequence(self.backend, sequence_id)
-
-    async def read_request_ids(self, entry_ids: Sequence[int]) -> dict[int, str]:
-        """Return the ids of requests that were claimed at least once, as far as they exist and can be
-        read."""
-        scripts, key = self.backend.scripts, self.names.members_key
-        found = {}
-        for entry in entry_ids:
-            member = await scripts.call_with_retries(lambda entry=entry: scripts.client.hget(key, entry))  # type: ignore[misc]
-            if name := parse_member(member or b"").id:
-                found[entry] = name
-        return found
-
-    async def release_sequence(self, sequence_id: str) -> bool:
-        """Let a sequence that is held go on. Return False if it is not held."""
-        return await self._wake_if_done(done=await sequences.release_sequence(self.backend, sequence_id))
-
-    async def abort_sequence(self, sequence_id: str, why: str) -> bool:
-        """Have the waiting and later requests of a sequence answered SEQUENCE_ABORTED. Return False if it was
-        aborted before, or has ended."""
-        return await self._wake_if_done(done=await sequences.abort_sequence(self.backend, sequence_id, why))
-
-    async def cancel_sequence(
-        self, sequence_id: str, submitted_until: float | None = None, claimed_within_s: float = CANCEL_TTL_S
-    ) -> bool:
-        """End a sequence. Its waiting requests are answered CANCELLED, and its running one is cancelled.
-
-        Requests that were submitted until `submitted_until` (Unix time; `None` for now, by the clock of
-        Redis) and are claimed within `claimed_within_s` are answered CANCELLED, too. Return False if, as far
-        as dispatchers know, the sequence has ended or is not there.
-        """
-        next_entry = await sequences.cancel_sequence(
-            self.backend, sequence_id, submitted_until, claimed_within_s
-        )
-        if next_entry:  # a request of the sequence runs or waits for its retry: cancel it by its token
-            scripts, key = self.backend.scripts, self.names.members_key
-            request = parse_member(
-                await scripts.call_with_retries(lambda: scripts.client.hget(key, next_entry)) or b""
-            )
-            if isinstance(request, Request) and request.token:
-                await self.cancel_request(request.id, request.token, is_token_known=True)
-        await self._wake_if_done(done=True)
-        return next_entry is not None
-
-    async def get_or_create_sequence_secret(self) -> str:
-        """Return the secret that all programs with our client share for their sequences. Create it if there
-        is none."""
-        return await producer.get_or_create_sequence_secret(self.backend.scripts, self.names)
-
-    async def copy_sequence_secret(self, other: RedisQueueAdmin) -> None:
-        """Copy the secret of sequences from another queue, unless this one has a secret.
-
-        Programs with our client can then go on with the sequences of requests that were copied from there.
-        """
-        there, here = other.backend.scripts, self.backend.scripts
-        secret = await there.call_with_retries(lambda: there.client.get(other.names.sequence_secret_key))
-        if secret:
-            await here.call_with_retries(
-                lambda: here.client.set(self.names.sequence_secret_key, secret, nx=True)
-            )
-
-    async def forget_sequence(self, sequence_id: str) -> bool | None:
-        """Forget a sequence. Return False if a request of it runs or waits; `None` if it is not known."""
-        is_forgotten = await sequences.forget_sequence(self.backend, sequence_id)
-        return None if is_forgotten is None else await self._wake_if_done(done=is_forgotten)
-
-    async def _wake_if_done(self, *, done: bool) -> bool:
-        if done:
-            await self.backend.scripts.call_with_retries(lambda: self._publish_wake_up("sequence"))
-        return done
-
-    async def read_model_registry(self) -> ModelRegistryState:
-        """Return the model registry. Only reads."""
-        return await model_registry.read_model_registry(self.backend)
-
-    async def set_label(self, family: str, label: str, version: str | None, who: str) -> bool:
-        """Let the label mean that version. `None` removes the label. Return False if there was none to
-        remove."""
-        return await model_registry.set_label(self.backend, family, label, version, who)
-
-    async def drain_version(self, model: str, who: str, why: str = "") -> None:
-        """Send no new requests to this version."""
-        await model_registry.drain_version(self.backend, model, who, why)
-
-    async def undrain_version(self, model: str) -> bool:
-        """Remove the drain of a version. Return False if it was not drained."""
-        return await model_registry.undrain_version(self.backend, model)
+        return await count_requests(self.backend)
 
     async def list_dead(self, max_count: int, after: int = 0) -> Sequence[DeadRequest]:
         """Return the dead requests with an entry above `after`, by entry: at most 1 MB of members, but at
         least one."""
-        return await script_calls.list_dead_after(self.backend, after, max_count)
+        return await dead_requests.list_dead_after(self.backend, after, max_count)
 
     async def list_newest_dead(self, max_count: int) -> Sequence[DeadRequest]:
         """Return the dead requests with the highest entries, highest first: at most 1 MB of members, but at
         least one."""
-        return await script_calls.list_newest_dead(self.backend, max_count)
+        return await dead_requests.list_newest_dead(self.backend, max_count)
 
     async def requeue_dead(self, entry_ids: Sequence[int], deadline: int) -> int:
         """Submit dead requests again with this deadline (in the member and in the score). Their priority
@@ -318,7 +227,7 @@ class RedisQueueAdmin:
                 None if dead is None else build_resubmission(self.names, dead.member, dead.score, deadline)
             )
             if resubmission is not None:
-                done += await script_calls.requeue_dead(self.backend, entry, resubmission)
+                done += await dead_requests.requeue_dead(self.backend, entry, resubmission)
         return done
 
     async def purge_dead(self, entry_ids: Sequence[int] | None = None) -> int:
@@ -326,8 +235,10 @@ class RedisQueueAdmin:
         purged_count = 0
         if entry_ids is None:
             while found := await self.list_dead(_BATCH_SIZE):
-                purged_count += await script_calls.purge_dead(self.backend, [dead.entry_id for dead in found])
+                purged_count += await dead_requests.purge_dead(
+                    self.backend, [dead.entry_id for dead in found]
+                )
             return purged_count
         for at in range(0, len(entry_ids), _BATCH_SIZE):
-            purged_count += await script_calls.purge_dead(self.backend, entry_ids[at : at + _BATCH_SIZE])
+            purged_count += await dead_requests.purge_dead(self.backend, entry_ids[at : at + _BATCH_SIZE])
         return purged_count

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 
-from dispatcher.core.requests.result import NOT_A_LIST
-from dispatcher.ports import QueueUnavailableError
-from dispatcher.queue.redis import script_calls
+from dispatcher.queue.keys import encode_key
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.outbox import Outbox
-from dispatcher.queue.redis.script_calls import encode_key
+from dispatcher.requests.result import NOT_A_LIST
+from dispatcher.requests.submission import QueueUnavailableError
 
 _VALID_S = 60.0
 """Seconds for which a valid list is not checked again."""
@@ -55,12 +54,16 @@ class ResultListChecker:
 
     async def _ask_invalid_lists(self, names: Sequence[str], until: float) -> list[str]:
         try:
-            flags = await script_calls.check_result_lists(self._backend, [encode_key(name) for name in names])
+            reply = await self._backend.run_script(
+                "check_result_lists",
+                {"lists": [encode_key(name) for name in names]},
+                keys={"PENDING": self._backend.names.queue},
+            )
         except QueueUnavailableError:
             return []
-        if (
-            len(self._valid_until) > _MAX_REMEMBERED
-        ):  # producers choose the names, so their number has a bound
+        # Producers choose the names, so their number has a bound.
+        if len(self._valid_until) > _MAX_REMEMBERED:
             self._valid_until.clear()
-        self._valid_until.update((name, until) for name, no in zip(names, flags, strict=True) if not no)
-        return [name for name, no in zip(names, flags, strict=True) if no]
+        invalid = [name for name, is_unusable in zip(names, reply.value, strict=True) if is_unusable]
+        self._valid_until |= dict.fromkeys(set(names).difference(invalid), until)
+        return invalid

@@ -8,22 +8,22 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
-from dispatcher.core.requests.result import (
+from dispatcher.queue.constants import BAD_LIST, DONE, TOO_LARGE, UNWRITABLE
+from dispatcher.queue.keys import encode_key
+from dispatcher.queue.redis.backend import Backend
+from dispatcher.queue.redis.cancel_markers import ForeignMarkers
+from dispatcher.queue.redis.outbox import Outbox
+from dispatcher.queue.redis.result_lists import ResultListChecker
+from dispatcher.queue.redis.scripts import CallFailedError, split_batches
+from dispatcher.queue.redis.steps.settle import ResultWrite
+from dispatcher.requests.result import (
     NOT_A_LIST,
     ErrorCode,
     decode_result,
     encode_bad_list,
     encode_failure,
 )
-from dispatcher.ports import CallRefusedError, QueueUnavailableError
-from dispatcher.queue.constants import BAD_LIST, DONE, TOO_LARGE, UNWRITABLE
-from dispatcher.queue.keys import FOREIGN_ACTIVE_PREFIX, FOREIGN_CANCEL_PREFIX
-from dispatcher.queue.redis import script_calls
-from dispatcher.queue.redis.backend import Backend
-from dispatcher.queue.redis.outbox import Outbox
-from dispatcher.queue.redis.result_lists import ResultListChecker
-from dispatcher.queue.redis.script_calls import ResultWrite, encode_key
-from dispatcher.queue.redis.scripts import CallFailedError, split_batches
+from dispatcher.requests.submission import CallRefusedError, QueueUnavailableError
 
 _WRITTEN = (DONE, BAD_LIST, TOO_LARGE)
 _LARGE_BYTES = 65_536
@@ -38,10 +38,17 @@ WriteStep = Callable[[Sequence[ResultWrite]], Awaitable[Sequence[int]]]
 class ResultWriter:
     """Passes results to the scripts so that each is written once and holds up no other."""
 
-    def __init__(self, backend: Backend, result_lists: ResultListChecker, outbox: Outbox) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        result_lists: ResultListChecker,
+        outbox: Outbox,
+        foreign_markers: ForeignMarkers,
+    ) -> None:
         self._backend = backend
         self._result_lists = result_lists
         self._outbox = outbox
+        self._foreign_markers = foreign_markers
         self._maybe_too_large: set[int] = set()
         """Large results that a reachable server did not take once, by the hash of their `identity`."""
 
@@ -162,15 +169,7 @@ class ResultWriter:
             for write, status in zip(writes, statuses, strict=True)
             if status in _WRITTEN and write.settlement.request_id and write.settlement.request_token
         ]
-        await asyncio.gather(
-            *(
-                script_calls.delete_marker(
-                    self._backend, encode_key(kind + each.request_id), encode_key(each.request_token)
-                )
-                for each in done
-                for kind in (FOREIGN_ACTIVE_PREFIX, FOREIGN_CANCEL_PREFIX)
-            )
-        )
+        await self._foreign_markers.delete([(each.request_id, each.request_token) for each in done])
 
 
 async def _write_batch(step: WriteStep, writes: Sequence[ResultWrite]) -> list[int]:

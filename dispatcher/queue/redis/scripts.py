@@ -19,10 +19,11 @@ from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.sentinel import MasterNotFoundError
 
-from dispatcher.core.network_errors import describe_error
-from dispatcher.core.printable import truncate_text
-from dispatcher.core.requests.submission import CallRefusedError, QueueFullError, QueueUnavailableError
+from dispatcher.common.network_errors import describe_error
+from dispatcher.common.printable import truncate_text
+from dispatcher.queue.lua_files import ALL_FEATURES
 from dispatcher.queue.redis.lua_scripts import Argument, load_script
+from dispatcher.requests.submission import CallRefusedError, QueueFullError, QueueUnavailableError
 
 Client = Redis | RedisCluster
 T = TypeVar("T")
@@ -42,22 +43,29 @@ _ERROR_MEANINGS = {
     "MASTERDOWN": "is a replica without its primary",
     "CLUSTERDOWN": "belongs to a cluster that is down",
     "TRYAGAIN": "is moving the slot to another node",
+    "UNBLOCKED": "has become a replica, and ended a call that waited",
     "NOAUTH": "wants a password",
     "WRONGPASS": "does not accept this user and password",
     "NOPERM": "does not permit this user what the queue needs (docs/explanation/security.md, "
     "`batch-dispatcher check`)",
     "BUSY": "is busy with a script that does not end",
     "QUEUEFULL": "has a queue that takes no more requests now",
-    "STREAMFULL": "has a stream that takes no more requests",
+    "EXCEEDED": "was asked to store more than is allowed",
     "WRONGKEY": "holds something else under one of the queue's keys",
+    "NOFEATURE": "has a queue with requests of a feature that this program does not have",
 }
 _ERROR_CODES: dict[type[Exception], str] = {
     errors.ReadOnlyError: "READONLY",
     errors.OutOfMemoryError: "OOM",
     errors.AuthenticationError: "WRONGPASS",
     errors.BusyLoadingError: "LOADING",
+    errors.MasterDownError: "MASTERDOWN",
+    errors.ClusterDownError: "CLUSTERDOWN",
+    errors.TryAgainError: "TRYAGAIN",
+    errors.ClusterError: "TRYAGAIN",  # the client of a Cluster gives up after some redirections and TRYAGAINs
 }
-"""Codes of the errors for which redis-py has a class and removes the code from the message."""
+"""Codes of the errors for which redis-py has a class and removes the code from the message. The first class
+that fits counts, so a subclass comes before its base."""
 _CONNECTION_ERRORS = (errors.ConnectionError, errors.RedisClusterException, OSError, RuntimeError)
 """Errors of a connection. RuntimeError is raised by a transport that closes during a write."""
 _MAX_REPLY_CHARS = 300
@@ -89,10 +97,16 @@ class WrongKeyError(QueueUnavailableError):
     help."""
 
 
+class MissingFeatureError(QueueUnavailableError):
+    """The queue has requests of a feature that this program does not have, and would run them wrongly. A
+    retry does not help."""
+
+
 _ERRORS: Mapping[str, type[QueueUnavailableError]] = {
     "WRONGKEY": WrongKeyError,
+    "NOFEATURE": MissingFeatureError,
     "QUEUEFULL": QueueFullError,
-    "STREAMFULL": CallRefusedError,
+    "EXCEEDED": CallRefusedError,
 }
 
 
@@ -113,10 +127,17 @@ class ScriptRunner:
     """Runs scripts on one server or cluster. Raises QueueUnavailableError for every failure there.
 
     `attempt_timeout_s` is the timeout of one attempt, in addition to the time that large values take to
-    transfer.
+    transfer. `features` are those for which the scripts are built.
     """
 
-    def __init__(self, client: Client, *, attempt_timeout_s: float = 3.0) -> None:
+    def __init__(
+        self,
+        client: Client,
+        *,
+        attempt_timeout_s: float = 3.0,
+        features: Sequence[str] = ALL_FEATURES,
+    ) -> None:
+        self.features = tuple(features)
         self.client: Any = client
         """Client for single commands inside `call_with_retries`. It is Any, because redis-py types replies
         for every protocol at once."""
@@ -135,25 +156,32 @@ class ScriptRunner:
         """Run a script with the keys and arguments that its header declares. It may run twice if a reply is
         lost, which every script supports.
 
-        `key_group`: the keys of the queue or of the model registry, if the script takes them.
+        `key_group`: the keys of the queue, or the pool keys of a feature, if the script takes them.
         `size_bytes`: see `call_with_retries`.
         """
-        script = load_script(script_name)
+        script = load_script(script_name, self.features)
         all_keys = script.encode_keys(key_group, keys)
         parameters = (len(all_keys), *all_keys, *script.encode_arguments(arguments))
 
-        async def run_once() -> Reply:
-            clock = asyncio.get_running_loop().time
-            sent_at = clock()
+        async def run_loaded() -> Reply | None:
             try:
-                value = await self.client.execute_command("EVALSHA", script.sha, *parameters)
+                return await self._execute("EVALSHA", script.sha, *parameters)
             except errors.NoScriptError:
-                # The server was flushed, restarted or failed over. EVAL runs the script and loads it again.
-                sent_at = clock()
-                value = await self.client.execute_command("EVAL", script.text, *parameters)
-            return Reply(value, sent_at, clock())
+                return None
 
-        return await self.call_with_retries(run_once, size_bytes=size_bytes)
+        reply = await self.call_with_retries(run_loaded, size_bytes=size_bytes)
+        if reply is not None:
+            return reply
+        # The server was flushed, restarted or failed over. EVAL runs the script and loads it again. This is a
+        # call of its own, because it moves large values a second time.
+        return await self.call_with_retries(
+            lambda: self._execute("EVAL", script.text, *parameters), size_bytes=size_bytes
+        )
+
+    async def _execute(self, *command: Argument) -> Reply:
+        clock = asyncio.get_running_loop().time
+        sent_at = clock()
+        return Reply(await self.client.execute_command(*command), sent_at, clock())
 
     async def call_with_retries(self, act: Callable[[], Awaitable[T]], *, size_bytes: int = 0) -> T:
         """Call a function that can be repeated, with retries and a timeout. `size_bytes` is the number of
@@ -251,3 +279,10 @@ def split_batches(
             size = size_of(item)
         batches[-1].append(item)
     return batches
+
+
+def split_for_owner(items: Sequence[T]) -> list[Sequence[T]]:
+    """Split the items of an owner into those of each call. There is at least one call, because it is also the
+    heartbeat of the owner."""
+    starts = range(0, max(1, len(items)), MAX_SCRIPT_ITEMS)
+    return [items[at : at + MAX_SCRIPT_ITEMS] for at in starts]

@@ -6,7 +6,13 @@ from collections.abc import Sequence
 
 from redis import exceptions as errors
 
-from dispatcher.core.requests.found_request import (
+from dispatcher.queue.constants import CANCEL_TTL_S
+from dispatcher.queue.redis.backend import Backend
+from dispatcher.queue.redis.lua_scripts import Argument
+from dispatcher.queue.redis.producer import build_active_marker
+from dispatcher.queue.redis.scripts import MAX_SCRIPT_BYTES
+from dispatcher.queue.redis.steps.find_requests import LOCATION_NAMES, find_requests
+from dispatcher.requests.found_request import (
     QUEUED_LOCATIONS,
     FoundRequest,
     LookupPage,
@@ -14,16 +20,9 @@ from dispatcher.core.requests.found_request import (
     SearchTerms,
     encode_spellings,
 )
-from dispatcher.core.requests.request import Rejection, parse_member
-from dispatcher.core.requests.submission import Submission
-from dispatcher.queue.constants import CANCEL_TTL_S
-from dispatcher.queue.redis.backend import Backend
-from dispatcher.queue.redis.lua_scripts import Argument, Row
-from dispatcher.queue.redis.producer import build_active_marker
-from dispatcher.queue.redis.replies import LOCATIONS, FoundPage, decode_found_page
-from dispatcher.queue.redis.scripts import MAX_SCRIPT_BYTES
+from dispatcher.requests.request import Rejection, parse_member
+from dispatcher.requests.submission import Submission
 
-_LOCATION_NAMES = {place: name for name, place in LOCATIONS.items()}
 _PAGE_SIZE = 512
 """Largest number of requests that one call reads."""
 _FIRST_PAGE_SIZE = 8
@@ -32,17 +31,16 @@ whole."""
 _WALK_PARTS = ("entries", "pending", "entries")
 """Parts of a scan. A claim moves a request from "pending" to "entries". So a request that is claimed during
 the scan is found when "entries" is scanned again."""
-_NO_LIMIT = 2**62
 _MAX_RESULTS_PER_READ = 64
 
 
 async def list_requests(
     backend: Backend, state: RequestLocation, max_count: int, after: str, *, full_members: bool
 ) -> LookupPage:
-    page = await _run_find_requests(
+    page = await find_requests(
         backend,
         "rank",
-        _LOCATION_NAMES[state],
+        LOCATION_NAMES[state],
         offset=after or "0",
         max_count=max(1, min(max_count, _PAGE_SIZE)),
         full_members=full_members,
@@ -52,7 +50,7 @@ async def list_requests(
 
 async def find_by_id(backend: Backend, request_id: str, after: str) -> LookupPage:
     range_, _, offset = (after or "0:0").partition(":")
-    page = await _run_find_requests(
+    page = await find_requests(
         backend,
         "near",
         request_id,
@@ -73,7 +71,7 @@ async def search_requests(
     part, most, cursor = (after or f"0:{_FIRST_PAGE_SIZE}:0").split(":")
     mode, count = _WALK_PARTS[int(part)], int(most)
     while True:
-        page = await _run_find_requests(
+        page = await find_requests(
             backend, mode, offset=cursor, max_count=count, full_members=full_members, terms=terms
         )
         if not page.is_too_large:
@@ -98,27 +96,10 @@ async def count_ahead(backend: Backend, request: FoundRequest) -> int | None:
         return None
     name: Argument = request.member if request.location is RequestLocation.PENDING else request.entry
     reply = await backend.run_script(
-        "count_ahead", {"location": _LOCATION_NAMES[request.location], "name": name}
+        "count_ahead", {"location": LOCATION_NAMES[request.location], "name": name}
     )
     count: int | None = reply.value
     return count
-
-
-class _RestoredRow(Row):
-    copy_id: str
-    location: str
-    score: str
-    member: bytes
-    deliveries: int
-    attempts: int
-    refusals: int
-    deaths: int
-    units: int
-    time: str
-    reason: str
-    request_id: str
-    request_token: str
-    deadline: int
 
 
 async def restore_requests(backend: Backend, queue: str, requests: Sequence[FoundRequest]) -> int:
@@ -126,22 +107,22 @@ async def restore_requests(backend: Backend, queue: str, requests: Sequence[Foun
     for each in requests:
         request_id, token, deadline = _build_marker(each)
         rows.append(
-            _RestoredRow(
-                copy_id=each.make_copy_id(queue),
-                location=_LOCATION_NAMES[each.location],
-                score=repr(each.score),
-                member=each.member,
-                deliveries=each.deliveries,
-                attempts=each.attempts,
-                refusals=each.refusals,
-                deaths=each.deaths,
-                units=each.units,
-                time=f"{each.at or 0.0:.6f}",
-                reason=each.reason,
-                request_id=request_id,
-                request_token=token,
-                deadline=deadline,
-            )
+            {
+                "copy_id": each.make_copy_id(queue),
+                "location": LOCATION_NAMES[each.location],
+                "score": repr(each.score),
+                "member": each.member,
+                "deliveries": each.deliveries,
+                "attempts": each.attempts,
+                "refusals": each.refusals,
+                "deaths": each.deaths,
+                "units": each.units,
+                "time": f"{each.at or 0.0:.6f}",
+                "reason": each.reason,
+                "request_id": request_id,
+                "request_token": token,
+                "deadline": deadline,
+            }
         )
     reply = await backend.run_script(
         "restore_requests",
@@ -218,37 +199,3 @@ async def take_result(backend: Backend, name: str, result: bytes) -> bool:
         return gone
 
     return bool(await scripts.call_with_retries(remove_result, size_bytes=len(result)))
-
-
-class _SpellingRow(Row):
-    term: int
-    text: bytes
-
-
-async def _run_find_requests(
-    backend: Backend,
-    mode: str,
-    target: str = "",
-    *,
-    range_index: str = "0",
-    offset: str,
-    max_count: int,
-    full_members: bool = False,
-    terms: SearchTerms = (),
-) -> FoundPage:
-    reply = await backend.run_script(
-        "find_requests",
-        {
-            "mode": mode,
-            "target": target,
-            "range": range_index,
-            "offset": offset,
-            "max_count": max_count,
-            "max_bytes": MAX_SCRIPT_BYTES,
-            "max_member_bytes": _NO_LIMIT if full_members else MAX_SCRIPT_BYTES,
-            "spellings": [
-                _SpellingRow(term=number, text=text) for number, term in enumerate(terms, 1) for text in term
-            ],
-        },
-    )
-    return decode_found_page(reply)

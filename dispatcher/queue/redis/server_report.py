@@ -5,18 +5,22 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dispatcher.ports import QueueCounts, QueueUnavailableError
 from dispatcher.queue.keys import QueueNames, parse_queue_name
+from dispatcher.queue.pool_identity import PoolIdentity, decode_identities
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.permissions import find_missing_permissions
 from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 from dispatcher.queue.redis.scripts import ScriptRunner
+from dispatcher.queue.redis.steps.share_pool_identity import share_pool_identity
+from dispatcher.requests.queue_counts import QueueCounts
+from dispatcher.requests.submission import QueueUnavailableError
 
-MIN_VERSIONS = {"Redis": (6, 2), "Valkey": (8, 0)}
-"""Oldest versions that the scripts support."""
+OLDEST_SERVERS = {"Redis": (6, 2), "Valkey": (8, 0)}
+"""Oldest servers that the scripts support."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +29,16 @@ class ServerFacts:
 
     name: str
     """`Redis` or `Valkey`."""
-    version: str
+    release: str
     is_replica: bool
     eviction_policy: str
-    """Policy by which the server drops keys when its memory is full. Empty if it drops none."""
+    """Name of the server's policy for dropping keys when its memory is full. Empty if it drops none."""
     is_durable: bool
     """True if the server keeps an append-only file."""
 
     @property
     def is_too_old(self) -> bool:
-        return tuple(map(int, re.findall(r"\d+", self.version)[:2])) < MIN_VERSIONS[self.name]
+        return tuple(map(int, re.findall(r"\d+", self.release)[:2])) < OLDEST_SERVERS[self.name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,8 @@ class ServerReport:
     """Duration of a PING in seconds."""
     server: ServerFacts | None
     """Facts about the server. `None` if this user may not ask for them."""
+    pools: Sequence[PoolIdentity]
+    """Pools to which the dispatchers of the queue send."""
     can_subscribe: bool
     """True if this user may subscribe to wake-ups. Otherwise, the dispatcher polls each `queue.poll_s`."""
 
@@ -71,6 +77,7 @@ async def inspect_server(url: str, names: QueueNames) -> ServerReport:
             await admin.read_pause(),
             answer_s,
             await _read_server_facts(scripts),
+            decode_identities(await share_pool_identity(admin.backend, b"", 0.0)),
             missing_permissions.can_subscribe,
         )
     finally:
@@ -88,7 +95,7 @@ async def find_other_queues(admin: RedisQueueAdmin) -> tuple[list[str], bool] | 
     """
     scripts, names = admin.backend.scripts, admin.names
     if await scripts.call_with_retries(
-        lambda: scripts.client.exists(*names.script_keys, *names.model_registry_keys)
+        lambda: scripts.client.exists(*names.script_keys, *names.feature_pool_keys)
     ):
         return None
 
@@ -121,11 +128,11 @@ async def _read_server_facts(scripts: ScriptRunner) -> ServerFacts | None:
         )
     except QueueUnavailableError:  # the server worked a moment ago, so INFO is not permitted
         return None
-    name, version = ("Valkey", info["valkey_version"]) if "valkey_version" in info else ("Redis", "")
+    name, release = ("Valkey", info["valkey_version"]) if "valkey_version" in info else ("Redis", "")
     policy = str(info.get("maxmemory_policy", "noeviction"))
     return ServerFacts(
         name,
-        str(version or info.get("redis_version", "0")),
+        str(release or info.get("redis_version", "0")),
         is_replica=info.get("role") == "slave",
         eviction_policy=policy if info.get("maxmemory") and policy != "noeviction" else "",
         is_durable=bool(info.get("aof_enabled", 1)),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from dispatcher.core.limit.realtime_impact import WINDOW_S, Buckets, ReplicaHistograms, Scope
+from dispatcher.limit.realtime_impact import WINDOW_S, Buckets, ReplicaHistograms, Scope
 from dispatcher.signals.exposition import Sample
 
 TTFT = ("llm_d_epp_request_ttft_seconds", "inference_objective_request_ttft_seconds")

@@ -1,7 +1,7 @@
 """Turn the EPP's series of one replica into a view: names, labels, and how samples are combined.
 
 The direct scrape and Prometheus both use this module, so that the same rules decide what a value means.
-`readings` combines the views of all replicas. docs/explanation/signals.md has the rules for operators.
+`readings` combines the views of all replicas. docs/contributing/readings.md explains the rules.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from dispatcher.core.limit.budget import Reason
-from dispatcher.core.limit.picker_inference import PickerPage
-from dispatcher.core.limit.poll import ReadFailure
-from dispatcher.core.limit.realtime_impact import ReplicaHistograms
+from dispatcher.limit.budget import Reason
+from dispatcher.limit.picker_inference import PickerPage
+from dispatcher.limit.poll import ReadFailure
+from dispatcher.limit.realtime_impact import ReplicaHistograms
 from dispatcher.signals.exposition import Sample
 
 QUEUE_AT_FULL, KV_AT_FULL = 5.0, 0.8
@@ -32,13 +32,15 @@ class Family(Enum):
     RUNNING = ("llm_d_epp_average_running_requests", "inference_pool_average_running_requests")
     WAITING = ("llm_d_epp_average_queue_size", "inference_pool_average_queue_size")
     KV_CACHE = ("llm_d_epp_average_kv_cache_utilization", "inference_pool_average_kv_cache_utilization")
+    RUNNING_DEVIATION = ("llm_d_epp_std_dev_running_requests",)
+    """Standard deviation of the running requests of an endpoint, flushed together with the averages."""
     SERVER_QUEUES = ("llm_d_epp_per_endpoint_queue_size", "inference_pool_per_pod_queue_size")
     READY = ("llm_d_epp_ready_endpoints", "inference_pool_ready_pods")
     IN_FLIGHT = ("llm_d_epp_request_running", "inference_objective_running_requests")
     STALE = ("llm_d_epp_flow_control_stale_endpoints",)
     """Series that only utilization detectors write. The operator chooses the value of its label."""
     DETECTORS = ("llm_d_epp_flow_control_detector_saturation",)
-    """Saturation of each detector, if the pool's saturation is the maximum of several."""
+    """Saturation of each detector, by pipeline stage, if the pool's saturation is the maximum of several."""
 
     @property
     def pool_label(self) -> str | None:
@@ -52,10 +54,14 @@ _POOL_LABEL = {
     Family.RUNNING: "name",
     Family.WAITING: "name",
     Family.KV_CACHE: "name",
+    Family.RUNNING_DEVIATION: "name",
     Family.SERVER_QUEUES: "name",
     Family.READY: "name",
 }
 
+_ENDPOINT_LABELS = ("model_server_endpoint", "model_server_pod")
+"""Labels that name the endpoint of a queue. Through Prometheus, only the sum of the queues is read, which has
+none of these labels."""
 INFO_NAMES = ("llm_d_epp_info", "inference_extension_info")
 """Series that names the build. Each picker's page has it from the start, even without any other series."""
 START_TIME = "process_start_time_seconds"
@@ -83,6 +89,11 @@ class PoolView:
     """Mean share of the KV cache in use, flushed together with `running`."""
     server_queued: float | None = None
     """Requests that wait in all model servers together, as of when this replica last read their metrics."""
+    endpoints_with_room: float | None = None
+    """Number of ready endpoints in which no request waits, as of the same time as `server_queued`. `None` if
+    the queues of the endpoints are not shown one by one."""
+    running_deviation: float | None = None
+    """Standard deviation of the running requests of an endpoint, flushed together with `running`."""
     ready: float | None = None
     in_flight: float | None = None
     """Requests that this replica sent to a model server and that are unanswered."""
@@ -92,6 +103,8 @@ class PoolView:
     """Number of endpoints whose metrics were too old for a utilization detector when it last read them."""
     detector_saturations: Mapping[str, float] = field(default_factory=dict)
     """Saturation of each detector by name, if the pool's is the maximum of several."""
+    stages: frozenset[str] = frozenset()
+    """Pipeline stages (prefill, decode) that have endpoints. Empty if the page does not tell stages apart."""
     address: str = ""
     """Address that was scraped. Empty if the view is not of one picker."""
     started_at: float | None = None
@@ -133,6 +146,8 @@ class PoolView:
         such detector. Its own saturation is used, because that of the pool may come from another detector at
         any moment.
         """
+        if self.has_several_stages:
+            return None  # each saturation is of the endpoints of one stage, whose number no series shows
         saturation = self.saturation
         others = [
             value
@@ -157,6 +172,11 @@ class PoolView:
     def is_composite(self) -> bool:
         """True if the saturation is the maximum of several detectors."""
         return len(self.detector_saturations) > 1
+
+    @property
+    def has_several_stages(self) -> bool:
+        """True if the endpoints are divided into stages, each with a saturation of its own."""
+        return len(self.stages) > 1
 
 
 def build_view(
@@ -200,6 +220,11 @@ def build_view(
         raw[found[0].name] = combined
         return combined
 
+    # A stage without endpoints has no saturation of the pool, but may keep the last one of each detector.
+    stages = _collect_stages(chosen.get(Family.SATURATION, ())) or _collect_stages(
+        chosen.get(Family.DETECTORS, ())
+    )
+    ready = combine_family(Family.READY)
     stale = _find_largest_count(chosen.get(Family.STALE, ()))
     if stale:
         raw[Family.STALE.value[0]] = stale
@@ -212,13 +237,16 @@ def build_view(
         waiting=combine_family(Family.WAITING),
         kv_cache=combine_family(Family.KV_CACHE),
         server_queued=combine_family(Family.SERVER_QUEUES),
-        ready=combine_family(Family.READY),
+        endpoints_with_room=_count_endpoints_with_room(chosen.get(Family.SERVER_QUEUES, ()), ready),
+        running_deviation=combine_family(Family.RUNNING_DEVIATION),
+        ready=ready,
         in_flight=combine_family(Family.IN_FLIGHT),
         utilization_detectors=frozenset(
             sample.labels.get("detector", "") for sample in chosen.get(Family.STALE, ())
         ),
         stale_endpoints=stale,
-        detector_saturations=_collect_detectors(chosen.get(Family.DETECTORS, ()), raw),
+        detector_saturations=_collect_detectors(chosen.get(Family.DETECTORS, ()), stages, raw),
+        stages=stages,
         address=address,
         started_at=started[0].value if len(started) == 1 and math.isfinite(started[0].value) else None,
         raw=raw,
@@ -249,20 +277,53 @@ def _combine_samples(family: Family, samples: Sequence[Sample]) -> float:
     return max_or_nan(sample.value for sample in samples)
 
 
+def _count_endpoints_with_room(samples: Sequence[Sample], ready: float | None) -> float | None:
+    """Return the number of ready endpoints in which no request waits.
+
+    An endpoint whose scrape fails keeps its last queue on the page, but is not ready any more. The empty
+    queues may be those of such endpoints.
+    """
+    if (
+        ready is None
+        or not samples
+        or not all(set(_ENDPOINT_LABELS) & each.labels.keys() for each in samples)
+    ):
+        return None
+    empty = sum(each.value <= 0 for each in samples)
+    return max_or_nan((0.0, empty - max_or_nan((0.0, len(samples) - ready))))
+
+
 def _find_largest_count(samples: Sequence[Sample]) -> float:
     """Return the largest of the samples. NaN if it is negative or NaN, so that the limiter rejects it."""
     most = max_or_nan([sample.value for sample in samples] or [0.0])
     return most if most >= 0 else math.nan
 
 
-def _collect_detectors(samples: Sequence[Sample], raw: dict[str, float]) -> Mapping[str, float]:
-    """Return the saturation of each detector, that of its fullest stage. Empty unless there are several."""
-    found: dict[str, list[float]] = {}
+def _collect_stages(samples: Sequence[Sample]) -> frozenset[str]:
+    """Return the pipeline stages of the samples. The stage `effective` stands for all of them."""
+    return frozenset(sample.labels.get("stage", "") for sample in samples) - {"", "effective"}
+
+
+def _collect_detectors(
+    samples: Sequence[Sample], stages: frozenset[str], raw: dict[str, float]
+) -> Mapping[str, float]:
+    """Return the saturation of each detector, that of its fullest stage. Empty unless there are several.
+
+    A detector may be restricted to some stages, and is not evaluated while these have no endpoints. Older
+    routers have detectors without a stage.
+    """
+    found: dict[str, dict[str, float]] = {}
     for sample in samples:
-        found.setdefault(sample.labels.get("detector", ""), []).append(sample.value)
-    if len(found) < 2:
+        by_stage = found.setdefault(sample.labels.get("detector", ""), {})
+        stage = sample.labels.get("stage", "")
+        by_stage[stage] = max_or_nan((sample.value, by_stage.get(stage, sample.value)))
+    saturations: dict[str, float] = {}
+    for name, by_stage in found.items():
+        shown = stages & by_stage.keys() or by_stage.keys() & {""}
+        if shown:
+            saturations[name] = max_or_nan(by_stage[stage] for stage in shown)
+    if len(saturations) < 2:
         return {}
-    saturations = {name: max_or_nan(values) for name, values in found.items()}
     raw |= {f'{samples[0].name}{{detector="{name}"}}': value for name, value in saturations.items()}
     return saturations
 

@@ -11,7 +11,7 @@ import ssl
 from dataclasses import replace
 from typing import Final
 
-from dispatcher.core.limit.poll import ReadFailure
+from dispatcher.limit.poll import ReadFailure
 from dispatcher.signals.epp import latency
 from dispatcher.signals.epp.series import SERIES_NAMES, PoolView, build_view
 from dispatcher.signals.exposition import PageParser

@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 
 from dispatcher import USER_AGENT
-from dispatcher.core.network_errors import describe_error, describe_error_with_address
+from dispatcher.common.network_errors import describe_error, describe_error_with_address
 from dispatcher.settings.watched_files import file_fingerprint
 from dispatcher.signals.kubernetes.cluster import ClusterAccess
 
@@ -107,7 +107,7 @@ class Api:
 
         The body must be read inside the block. `total_s` is the time limit for the block.
         """
-        hint = str(self._access)
+        hint = self._access.connection_hint
         try:
             async with (
                 self._open_client() as client,
@@ -122,6 +122,8 @@ class Api:
         except TimeoutError as error:
             raise ApiError("the Kubernetes API did not answer in time", hint) from error
         except (aiohttp.ClientError, OSError) as error:
+            if isinstance(error, aiohttp.ClientSSLError):
+                hint = f"the certificates of {self._access}"
             raise ApiError(
                 f"the Kubernetes API cannot be reached: {describe_error_with_address(error)}", hint
             ) from error
@@ -135,8 +137,10 @@ class Api:
         loop = asyncio.get_running_loop()
         until, credential_files = loop.time() + seconds, self._credential_files
         while (left_s := until - loop.time()) > 0 and not wake.is_set():
+            # Not `wait_for`: in Python 3.11 it loses a cancellation that comes together with the event.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(wake.wait(), min(left_s, _FILE_CHECK_INTERVAL_S))
+                async with asyncio.timeout(min(left_s, _FILE_CHECK_INTERVAL_S)):
+                    await wake.wait()
             if credential_files.have_changed():
                 return
 

@@ -17,7 +17,8 @@ from typing import Any, Final, Generic, Literal, TypeVar
 
 import msgspec
 
-from dispatcher.settings import EppSettings, PoolSettings
+from dispatcher.settings.model import PoolSettings
+from dispatcher.settings.signals import EppSettings
 from dispatcher.signals.kubernetes import api as kubernetes_api
 from dispatcher.signals.kubernetes.api import Api, ApiError, ClusterProblem
 from dispatcher.signals.kubernetes.cluster import ClusterAccess
@@ -54,7 +55,7 @@ class Endpoints:
     addresses: tuple[str, ...] | None = None
     """Host and port of each ready endpoint. `None` if they are not known."""
     problems: tuple[ClusterProblem, ...] = ()
-    """Problems because of which a value is not known, or is 0."""
+    """Reasons why a value is not known, or is 0."""
     notices: tuple[ClusterProblem, ...] = ()
     """Requests of the API server to wait, while the objects still count."""
     outdated_since: float | None = None
@@ -62,6 +63,8 @@ class Endpoints:
     read now. `None` if all of these objects are followed."""
     is_complete: bool = False
     """True if each watched object was seen, or has a problem in `problems`."""
+    pool_uid: str = ""
+    """UID of the InferencePool. Empty if it is not known."""
     has_cluster: bool = True
     """False if there is no Kubernetes cluster."""
 
@@ -223,6 +226,7 @@ class CapacityWatch:
             notices=tuple(dict.fromkeys(mirror.notice for mirror in mirrors if mirror.notice is not None)),
             outdated_since=self._compute_outdated_since(lookup),
             is_complete=all(mirror.is_settled for mirror in mirrors),
+            pool_uid="" if lookup.pool is None else lookup.pool.uid,
         )
 
     # The pool.
@@ -452,7 +456,8 @@ async def read_endpoints_once(
         async with asyncio.TaskGroup() as tasks:
             watch = tasks.create_task(CapacityWatch(pool, epp, keep_newest, access=access).run())
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(completed.wait(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await completed.wait()
             watch.cancel()
     if found.is_complete:
         return found

@@ -42,6 +42,13 @@ class ClusterAccess:
     def __bool__(self) -> bool:
         return self.is_in_cluster or bool(self.kubeconfig)
 
+    @property
+    def connection_hint(self) -> str:
+        """Parts to look at if no API server answers."""
+        if self.is_in_cluster:
+            return "the API server, and the network policies and firewalls between it and this pod"
+        return f"the address of the API server in {self}, and whether it runs"
+
     def __str__(self) -> str:
         return "the pod's service account" if self.is_in_cluster else f"kubeconfig {self.kubeconfig}"
 

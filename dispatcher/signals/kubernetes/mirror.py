@@ -13,7 +13,8 @@ A watch lasts 5 to 10 minutes, like those of client-go, so a dead watch must be 
 half open, a proxy may hold its bytes back, or its server may hang while the kernel answers TCP keep-alive.
 kube-apiserver sends a bookmark about once a minute. If a watch brings no line for longer than that, it is
 closed and the collection is listed again. This is right in all of these cases, and also if a server sends no
-bookmarks. docs/decisions/0024-long-watches-and-bookmarks.md has the measurements and the alternatives.
+bookmarks. docs/contributing/decisions/0024-long-watches-and-bookmarks.md has the measurements and the
+alternatives.
 
 The pause after a failure stays short for some minutes, because most failures are short. After that it grows,
 so that an audit log does not fill with refusals. A collection that the server does not serve (404) is no
@@ -40,7 +41,8 @@ MIN_WATCH_S, MAX_WATCH_S = 300.0, 600.0
 SILENCE_S = 75.0
 """Time without a line after which a watch is dead. kube-apiserver sends a bookmark every 60 to 62 s."""
 MAX_EARLY_PAUSE_S, EARLY_FOR_S, MAX_LATE_PAUSE_S = 4.0, 300.0, 30.0
-"""Longest pause in the first EARLY_FOR_S of a failure, that time, and longest pause after it."""
+"""Longest pause between two attempts during the first EARLY_FOR_S seconds of a failure, that time, and the
+longest pause afterwards."""
 MAX_UNSERVED_PAUSE_S = 300.0
 """Longest pause while a collection is not served (404). Each pause is four times the previous one."""
 MAX_RETRY_AFTER_S = 60.0

@@ -19,6 +19,7 @@ class InferencePool:
     """Target ports. Each pod has one endpoint per port."""
     service: str
     """Name of the endpoint picker's Service."""
+    uid: str = ""
 
 
 class PoolPod(NamedTuple):
@@ -55,7 +56,7 @@ class ModelRewrite(NamedTuple):
     created: str
     """Creation time (RFC 3339). If two objects have rules for a name, the older object counts."""
     rules: tuple[RewriteRule, ...]
-    """Rules, of which the first one that matches counts."""
+    """Rules. The first one that matches counts."""
 
 
 class _Metadata(msgspec.Struct):
@@ -99,8 +100,13 @@ class _PoolSpec(msgspec.Struct):
     picker: _Reference = msgspec.field(default_factory=_Reference, name="endpointPickerRef")
 
 
+class _PoolMetadata(msgspec.Struct):
+    uid: str = ""
+
+
 class _PoolObject(msgspec.Struct):
     spec: _PoolSpec
+    metadata: _PoolMetadata = msgspec.field(default_factory=_PoolMetadata)
 
 
 class _OldPoolSpec(msgspec.Struct):
@@ -111,6 +117,7 @@ class _OldPoolSpec(msgspec.Struct):
 
 class _OldPool(msgspec.Struct):
     spec: _OldPoolSpec
+    metadata: _PoolMetadata = msgspec.field(default_factory=_PoolMetadata)
 
 
 class _EndpointConditions(msgspec.Struct):
@@ -170,15 +177,18 @@ def parse_pod(pod: msgspec.Raw) -> PoolPod:
 
 
 def parse_pool(pool: msgspec.Raw) -> InferencePool:
-    spec = msgspec.json.decode(pool, type=_PoolObject).spec
+    pool_object = msgspec.json.decode(pool, type=_PoolObject)
+    spec = pool_object.spec
     ports = tuple(port.number for port in spec.ports or ())
-    return InferencePool(_format_selector(spec.selector.labels), ports, spec.picker.name)
+    selector = _format_selector(spec.selector.labels)
+    return InferencePool(selector, ports, spec.picker.name, pool_object.metadata.uid)
 
 
 def parse_old_pool(pool: msgspec.Raw) -> InferencePool:
     """Parse a pool of v1alpha2: its selector is a plain map, and it has one port and an `extensionRef`."""
-    spec = msgspec.json.decode(pool, type=_OldPool).spec
-    return InferencePool(_format_selector(spec.selector), (spec.port,), spec.picker.name)
+    pool_object = msgspec.json.decode(pool, type=_OldPool)
+    spec, uid = pool_object.spec, pool_object.metadata.uid
+    return InferencePool(_format_selector(spec.selector), (spec.port,), spec.picker.name, uid)
 
 
 def parse_slice(endpoint_slice: msgspec.Raw) -> tuple[PickerReplica, ...]:

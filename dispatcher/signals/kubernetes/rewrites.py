@@ -13,8 +13,8 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from dispatcher.core.requests.lanes import MAX_MODEL_NAME_BYTES
-from dispatcher.settings import PoolSettings
+from dispatcher.requests.lanes import MAX_MODEL_NAME_BYTES
+from dispatcher.settings.model import PoolSettings
 from dispatcher.signals.kubernetes.api import Api, ClusterProblem
 from dispatcher.signals.kubernetes.cluster import ClusterAccess
 from dispatcher.signals.kubernetes.mirror import Mirror, Resource
@@ -91,7 +91,7 @@ class RewriteWatch:
         self.problems: tuple[ClusterProblem, ...] = ()
         """Problems with reading the rewrites."""
         self.is_settled = not access
-        """True if the rewrites are known, or the reason why they are not."""
+        """True once the rewrites were read, or once it is known why they cannot be read."""
 
     async def run(self) -> None:
         """Watch until cancelled. Returns at once if there is no cluster."""

@@ -1,6 +1,6 @@
 """Connect to Prometheus: the client library, over a session that bounds the time and the size of answers.
 
-docs/decisions/0015-third-party-libraries.md says why the library gets a session of its own.
+docs/contributing/decisions/0015-third-party-libraries.md says why the library gets a session of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dispatcher.core.network_errors import describe_error
+from dispatcher.common.network_errors import describe_error
 from dispatcher.settings.watched_files import TokenFileError, read_token
 from dispatcher.signals.prometheus.instant_query import QueryError, parse_document
 

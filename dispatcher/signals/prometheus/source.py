@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from dispatcher.core.limit.budget import Reason
-from dispatcher.core.limit.poll import ReadFailure
-from dispatcher.core.limit.realtime_impact import ReplicaHistograms
+from dispatcher.limit.budget import Reason
+from dispatcher.limit.poll import ReadFailure
+from dispatcher.limit.realtime_impact import ReplicaHistograms
 from dispatcher.signals.blocking_call import BlockingCalls, StillRunningError
 from dispatcher.signals.epp import latency
 from dispatcher.signals.epp.series import START_TIME, Family, PoolView, build_view, min_or_nan

@@ -6,16 +6,10 @@ import time
 
 import pytest
 
+from dispatcher.features.models.registry import PinRequest
 from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
-from dispatcher.ports import (
-    DeadLetter,
-    Overload,
-    Permit,
-    PinRequest,
-    QueueUnavailableError,
-    Release,
-    Settlement,
-)
+from dispatcher.queue.contract import DeadLetter, Overload, Permit, Release, Settlement
+from dispatcher.requests.submission import QueueUnavailableError
 
 
 class Clock:
@@ -104,18 +98,17 @@ async def test_oldest_dead_letters_are_dropped_first() -> None:
     assert store.queue.dropped_dead_count == 3
 
 
-@pytest.mark.serial
 async def test_claims_do_not_get_slower_with_more_pending_requests() -> None:
     """No call scans the queue: ten times as many pending requests only make the heaps a little deeper."""
 
-    async def seconds_per_request(pending: int) -> float:
+    async def cpu_s_per_request(pending: int) -> float:
         clock = Clock()
         store = MemoryStore(clock)
         queue = MemoryQueue(store, "owner")
         for number in range(pending):
             store.add_member(b"%d" % number, 4e9 + number % 97)
         rounds = 300
-        began_at = time.perf_counter()
+        began_at = time.process_time()
         for number in range(rounds):
             clock.now += 0.01
             leases = (await queue.claim(8, str(number), Permit(64, clock.now, 0))).leases
@@ -124,10 +117,10 @@ async def test_claims_do_not_get_slower_with_more_pending_requests() -> None:
             await queue.find_overdue(8)
             await queue.release([Release(lease) for lease in leases[:4]])
             await queue.settle([Settlement(lease, b"r", "") for lease in leases[4:]])
-        return (time.perf_counter() - began_at) / (8 * rounds)
+        return (time.process_time() - began_at) / (8 * rounds)
 
-    small = min([await seconds_per_request(3_000) for _ in range(3)])
-    large = min([await seconds_per_request(30_000) for _ in range(3)])
+    small = min([await cpu_s_per_request(3_000) for _ in range(3)])
+    large = min([await cpu_s_per_request(30_000) for _ in range(3)])
     # A scan would be ten times slower.
     assert large < 3 * small
 

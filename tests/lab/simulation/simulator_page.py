@@ -1,4 +1,4 @@
-"""Run the commands in docs/how-to/simulator.md and write their output below them.
+"""Run the commands of the pages on the simulator and write their output below them.
 
 python -m tests.lab.simulation.simulator_page    after a change that moves the figures
 """
@@ -13,7 +13,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dispatcher.cli import app
 from tests.paths import DOCS
 
-PAGE = DOCS / "how-to" / "simulator.md"
+PAGES = (DOCS / "how-to" / "simulator.md", DOCS / "contributing" / "simulation.md")
 BLOCK = re.compile(r"(?<=```console\n).*?(?=```)", re.DOTALL)
 
 
@@ -38,10 +38,11 @@ def rerun_block(block: str) -> str:
 
 
 def main() -> None:
-    text = PAGE.read_text()
-    for block in find_blocks(text):
-        text = text.replace(block, rerun_block(block))
-    PAGE.write_text(text)
+    for page in PAGES:
+        text = page.read_text()
+        for block in find_blocks(text):
+            text = text.replace(block, rerun_block(block))
+        page.write_text(text)
     plot = DOCS / "images" / "simulator.png"
     run_command(
         f"batch-dispatcher simulate --policy dispatcher,all-knowing,cap,literal,multiplier --plot {plot}"

@@ -1,5 +1,5 @@
-"""Slices compared with whole requests, a larger reserve, and eviction: the table in docs/how-to/simulator.md,
-and its first rows in docs/how-to/slices.md.
+"""Slices compared with whole requests, a larger reserve, and eviction: the table in
+docs/contributing/simulation.md, and its first rows in docs/how-to/slices.md.
 
 python -m tests.lab.simulation.slices_comparison results.json
 
@@ -26,22 +26,25 @@ from dispatcher.lab.standin import made_up_traffic
 from dispatcher.lab.standin.trace import BUNDLED, Trace, load_trace
 from tests.paths import DOCS
 
-PAGE, SUMMARY_PAGE = DOCS / "how-to" / "simulator.md", DOCS / "how-to" / "slices.md"
+PAGE, SUMMARY_PAGE = DOCS / "contributing" / "simulation.md", DOCS / "how-to" / "slices.md"
 TABLE = re.compile(r"(?<=<!-- slices -->\n\n).*?(?=\n<!-- end of slices -->)", re.DOTALL)
 SUMMARY = re.compile(r"(?<=<!-- figures -->\n\n).*?(?=\n<!-- end of figures -->)", re.DOTALL)
 SLOTS, SLICE_TOKENS, PROCESSES = 64, 250, 2
 STEPS = "0:10,100:45,200:10,300:45,400:10,500:45,600:10,700:45,800:10"
-TRAFFIC = {"chat": "", "bursts": "--trace bursts", "steps": f"--steps {STEPS}"}
+TRAFFIC = {"chat": "", "bursts": "--trace bursts", "steps": f"--set steps={STEPS}"}
 """Options of `simulate` for each kind of realtime traffic."""
 SLICES: dict[str, Any] = {"slice_tokens": SLICE_TOKENS}
 WAYS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "whole": ("", {}),
     "slices": (f"--slice {SLICE_TOKENS}", SLICES),
-    "revoked slices": (f"--slice {SLICE_TOKENS} --revoke", {**SLICES, "revokes_slices": True}),
-    "evicted": ("--evict", {"evicts": True}),
-    "evicted slices": (f"--slice {SLICE_TOKENS} --evict", {**SLICES, "evicts": True}),
+    "revoked slices": (
+        f"--slice {SLICE_TOKENS} --set revokes_slices=true",
+        {**SLICES, "revokes_slices": True},
+    ),
+    "evicted": ("--set evicts=true", {"evicts": True}),
+    "evicted slices": (f"--slice {SLICE_TOKENS} --set evicts=true", {**SLICES, "evicts": True}),
     "revoked and evicted slices": (
-        f"--slice {SLICE_TOKENS} --revoke --evict",
+        f"--slice {SLICE_TOKENS} --set revokes_slices=true --set evicts=true",
         {**SLICES, "revokes_slices": True, "evicts": True},
     ),
 }

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.limit.budget import Policy, Reading, Reason, Signal
 from dispatcher.lab.simulation.experiment import PolicyName, Run, TimelineSample, run_scenario
 from dispatcher.lab.simulation.metrics import Detector, Exporter, Signals
 from dispatcher.lab.simulation.scenario import Scenario
 from dispatcher.lab.simulation.world import PoolState
 from dispatcher.lab.standin.trace import BUNDLED, Trace, load_trace
+from dispatcher.limit.budget import Policy, Reading, Reason, Signal
 from dispatcher.signals.readings import PollReadings
 
 

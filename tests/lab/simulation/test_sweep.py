@@ -37,7 +37,7 @@ def test_values_of_a_sweep_are_sorted_and_unique() -> None:
 
 @pytest.mark.parametrize("option", SWEEPABLE)
 def test_each_sweep_option_changes_only_its_setting(option: str) -> None:
-    sweep = parse_sweep(f"{option}=0.5" if option != "batch-tokens" else f"{option}=50")
+    sweep = parse_sweep(f"{option}=0.5" if option != "batch_tokens" else f"{option}=50")
     changed = sweep.apply_value(Scenario(), sweep.values[0])
     assert changed != Scenario()
     assert sweep.apply_value(changed, sweep.values[0]) == changed

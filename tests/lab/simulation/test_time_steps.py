@@ -8,7 +8,6 @@ from math import inf
 
 import pytest
 
-from dispatcher.core.limit.utilization import WorkState
 from dispatcher.lab.simulation.experiment import PolicyName, Run, run_scenario
 from dispatcher.lab.simulation.report import percentile
 from dispatcher.lab.simulation.scenario import TIME_STEP_S, Scenario
@@ -16,6 +15,7 @@ from dispatcher.lab.simulation.world import Arrival, BatchProfile, Job, World
 from dispatcher.lab.standin import made_up_traffic
 from dispatcher.lab.standin.model import compute_slowdown
 from dispatcher.lab.standin.trace import BUNDLED, load_trace
+from dispatcher.limit.utilization import WorkState
 
 
 @dataclass(frozen=True)

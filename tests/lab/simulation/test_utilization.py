@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.limit.budget import Reason
-from dispatcher.core.limit.utilization import WorkState
 from dispatcher.lab.simulation.experiment import PolicyName, run_scenario
 from dispatcher.lab.simulation.metrics import Detector
 from dispatcher.lab.simulation.scenario import Scenario
 from dispatcher.lab.standin.trace import BUNDLED, load_trace
+from dispatcher.limit.budget import Reason
+from dispatcher.limit.utilization import WorkState
 
 SAMPLE_INTERVAL_S = 0.1
 SECONDS = 300.0

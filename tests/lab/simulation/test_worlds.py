@@ -1,15 +1,18 @@
-"""Each world of docs/explanation/worlds.md is one command, and the page shows the figures of that command."""
+"""Each world of docs/contributing/worlds.md is one command, and the page shows its figures."""
 
 from __future__ import annotations
 
 import re
 import shlex
+from typing import cast
 
 import pytest
 import typer
 from typer.main import get_command
 
 from dispatcher.cli.simulate import simulate
+from dispatcher.lab.simulation.scenario_file import Override, ScenarioFile, load_scenario, parse_set
+from dispatcher.settings.yaml_source import Problem
 from tests.lab.simulation.worlds import (
     COLUMNS,
     DOCUMENT,
@@ -43,7 +46,9 @@ def read_page() -> dict[str, list[float]]:
 def test_each_world_is_one_command_on_the_page(world: World) -> None:
     verb, *options = shlex.split(world.command)[1:]
     assert verb == "simulate"
-    SIMULATE_COMMAND.make_context(verb, options)
+    overrides = [parse_set(text) for text in SIMULATE_COMMAND.make_context(verb, options).params["settings"]]
+    assert not [each for each in overrides if isinstance(each, Problem)]
+    assert isinstance(load_scenario(None, cast("list[Override]", overrides)), ScenarioFile)
     assert f"{world.command}  # {world.name}" in DOCUMENT.read_text()
     assert len(read_page()[world.name]) == len(COLUMNS)
 

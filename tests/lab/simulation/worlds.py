@@ -1,7 +1,7 @@
 """The simulated worlds that judge the limit algorithm: each is one command, and together they fill a table.
 
 python -m tests.lab.simulation.worlds now.json    run all and write each result to the file
-python -m tests.lab.simulation.worlds now.json --write  write docs/explanation/worlds.md from the file
+python -m tests.lab.simulation.worlds now.json --write  write docs/contributing/worlds.md from the file
 python -m tests.lab.simulation.worlds now.json --before then.json  compare with another commit
 python -m tests.lab.simulation.worlds now.json --only bursts --seeds 0,1   run these worlds
 
@@ -26,9 +26,13 @@ from typing import Any
 from dispatcher.cli import app
 from tests.paths import DOCS
 
-DOCUMENT = DOCS / "explanation" / "worlds.md"
+DOCUMENT = DOCS / "contributing" / "worlds.md"
 SEEDS = (0, 1, 2)
-AGES = {"1 s": "--scrape 1 --lag 0.05", "5 s": "--scrape 5 --lag 1", "15 s": "--scrape 15 --lag 5"}
+AGES = {
+    "1 s": "--set scrape_s=1 --set lag_s=0.05",
+    "5 s": "--set scrape_s=5 --set lag_s=1",
+    "15 s": "--set scrape_s=15 --set lag_s=5",
+}
 """Options for each age of the readings."""
 
 Figures = Mapping[str, float]
@@ -50,92 +54,126 @@ def vary_age(name: str, options: str = "") -> list[World]:
     return [World(f"{name}, {age}", f"{age_options} {options}".rstrip()) for age, age_options in AGES.items()]
 
 
-CONCURRENCY = "--detector concurrency"
+CONCURRENCY = "--set detector=concurrency"
 CHAPTERS: Mapping[str, Sequence[World]] = {
     "A pool with the configured capacity": [
         *vary_age("chat"),
-        *vary_age("chat, no flow control", "--detector none"),
+        *vary_age("chat, no flow control", "--set detector=none"),
         *vary_age("bursts", "--trace bursts"),
-        World("chat, 8 pods without flow control", "--detector none --pods 8"),
+        World("chat, 8 pods without flow control", "--set detector=none --set pods=8"),
+        World(
+            "chat, 8 pods known by a scrape of every 50 ms",
+            "--set detector=none --set pods=8 --set scorer_scrape_s=0.05",
+        ),
     ],
     "The same with a queue limit of eight requests": [
-        *vary_age("chat, limit 8", f"--queue-limit 8 {CONCURRENCY}"),
-        *vary_age("bursts, limit 8", f"--trace bursts --queue-limit 8 {CONCURRENCY}"),
+        *vary_age("chat, limit 8", f"--set queue_limit=8 {CONCURRENCY}"),
+        *vary_age("bursts, limit 8", f"--trace bursts --set queue_limit=8 {CONCURRENCY}"),
         World(
             "chat on 512 slots, limit 8, 15 s",
-            f"--slots 512 --copies 8 --scrape 15 --lag 5 --queue-limit 8 {CONCURRENCY}",
+            f"--slots 512 --set copies=8 --set scrape_s=15 --set lag_s=5 --set queue_limit=8 {CONCURRENCY}",
         ),
     ],
     "A pool smaller than configured": [
-        *vary_age("chat, 64 of 192, limit 8", f"--slots 192 --true-slots 64 --queue-limit 8 {CONCURRENCY}"),
+        *vary_age(
+            "chat, 64 of 192, limit 8", f"--slots 192 --set true_slots=64 --set queue_limit=8 {CONCURRENCY}"
+        ),
         *vary_age(
             "bursts, 64 of 192, limit 8",
-            f"--trace bursts --slots 192 --true-slots 64 --queue-limit 8 {CONCURRENCY}",
+            f"--trace bursts --slots 192 --set true_slots=64 --set queue_limit=8 {CONCURRENCY}",
         ),
-        World("chat, 64 become 48, no flow control", "--slots-at 0:48 --detector none"),
-        World("chat, 64 become 48, realtime first", "--slots-at 0:48 --detector none --order realtime-first"),
-        World("chat, 64 become 48 halfway", "--slots-at 450:48"),
-        World("chat, 64 become 48, request count", f"--slots-at 0:48 {CONCURRENCY}"),
+        World("chat, 64 become 48, no flow control", "--set slots_at=0:48 --set detector=none"),
+        World(
+            "chat, 64 become 48, realtime first",
+            "--set slots_at=0:48 --set detector=none --set order=realtime-first",
+        ),
+        World("chat, 64 become 48 halfway", "--set slots_at=450:48"),
+        World("chat, 64 become 48, request count", f"--set slots_at=0:48 {CONCURRENCY}"),
     ],
     "A pool with unknown capacity": [
-        *vary_age("chat, 3 pods", "--capacity-unset --slots 63 --pods 3"),
-        *vary_age("bursts, 3 pods", "--capacity-unset --trace bursts --slots 63 --pods 3"),
-        World("chat, 3 pods, no flow control", "--capacity-unset --slots 63 --pods 3 --detector none"),
-        World("chat, 3 pods, request count", f"--capacity-unset --slots 63 --pods 3 {CONCURRENCY}"),
-        World("chat, 3 pods, only model servers", "--capacity-unset --slots 63 --pods 3 --detector servers"),
-        World("2,000 tokens, 3 pods", "--capacity-unset --slots 63 --pods 3 --batch-tokens 2000"),
+        *vary_age("chat, 3 pods", "--set has_capacity_setting=false --slots 63 --set pods=3"),
+        *vary_age(
+            "bursts, 3 pods", "--set has_capacity_setting=false --trace bursts --slots 63 --set pods=3"
+        ),
+        World(
+            "chat, 3 pods, no flow control",
+            "--set has_capacity_setting=false --slots 63 --set pods=3 --set detector=none",
+        ),
+        World(
+            "chat, 3 pods, request count",
+            f"--set has_capacity_setting=false --slots 63 --set pods=3 {CONCURRENCY}",
+        ),
+        World(
+            "chat, 3 pods, only model servers",
+            "--set has_capacity_setting=false --slots 63 --set pods=3 --set detector=servers",
+        ),
+        World(
+            "2,000 tokens, 3 pods",
+            "--set has_capacity_setting=false --slots 63 --set pods=3 --batch-tokens 2000",
+        ),
     ],
     "Long requests": [
         *vary_age("2,000 tokens", "--batch-tokens 2000"),
-        World("2,000 tokens, no flow control, 15 s", f"{AGES['15 s']} --batch-tokens 2000 --detector none"),
+        World(
+            "2,000 tokens, no flow control, 15 s", f"{AGES['15 s']} --batch-tokens 2000 --set detector=none"
+        ),
         World("2,000 tokens, a reserve of 0.2", "--batch-tokens 2000 --reserve 0.2"),
         World("2,000 tokens, a reserve of 0.35", "--batch-tokens 2000 --reserve 0.35"),
     ],
     "Short requests": [
-        World("20 ms", "--batch-seconds 0.02 --seconds 300"),
-        World("100 ms", "--batch-seconds 0.1 --seconds 300"),
+        World("20 ms", "--set batch_seconds=0.02 --seconds 300"),
+        World("100 ms", "--set batch_seconds=0.1 --seconds 300"),
         World(
             "20 ms, realtime 0, 40, then 20",
-            "--batch-seconds 0.02 --steps 0:0,10:40,30:20 --seconds 90",
+            "--set batch_seconds=0.02 --set steps=0:0,10:40,30:20 --seconds 90",
         ),
     ],
     "Transit times": [
         World(
             f"an idle pool of {slots} slots, {travel * 1000:.0f} ms",
-            f"--trace idle --seconds 300 --slots {slots} --transit-time {travel} {CONCURRENCY} --flush 0",
+            f"--trace idle --seconds 300 --slots {slots} --set transit_s={travel} {CONCURRENCY} "
+            "--set flush_s=0",
         )
         for slots in (64, 512)
         for travel in (0.02, 0.03, 0.05)
     ]
-    + [World(f"chat, {travel * 1000:.0f} ms", f"--transit-time {travel}") for travel in (0.05, 0.2)],
+    + [World(f"chat, {travel * 1000:.0f} ms", f"--set transit_s={travel}") for travel in (0.05, 0.2)],
     "Clocks, scrapes and pickers": [
-        World("the queue's clock steps back 600 s", f"--queue-limit 8 {CONCURRENCY} --clock-step 300:-600"),
-        World("the queue's clock steps ahead 600 s", f"--queue-limit 8 {CONCURRENCY} --clock-step 300:600"),
+        World(
+            "the queue's clock steps back 600 s",
+            f"--set queue_limit=8 {CONCURRENCY} --set clock_steps=300:-600",
+        ),
+        World(
+            "the queue's clock steps ahead 600 s",
+            f"--set queue_limit=8 {CONCURRENCY} --set clock_steps=300:600",
+        ),
         World(
             "the same step back, after refusals",
-            f"--trace bursts --queue-limit 8 {CONCURRENCY} --clock-step 300:-600 --seconds 600",
+            f"--trace bursts --set queue_limit=8 {CONCURRENCY} --set clock_steps=300:-600 --seconds 600",
         ),
-        World("5 % of scrapes are lost, 1 s", f"{AGES['1 s']} --lost 0.05"),
-        World("5 % of scrapes are lost, 5 s", f"{AGES['5 s']} --lost 0.05"),
-        World("20 % of scrapes are lost, 5 s", f"{AGES['5 s']} --lost 0.2"),
-        World("two active pickers", f"--pickers 2 {CONCURRENCY} --queue-limit 8"),
+        World("5 % of scrapes are lost, 1 s", f"{AGES['1 s']} --set lost=0.05"),
+        World("5 % of scrapes are lost, 5 s", f"{AGES['5 s']} --set lost=0.05"),
+        World("20 % of scrapes are lost, 5 s", f"{AGES['5 s']} --set lost=0.2"),
+        World("two active pickers", f"--set pickers=2 {CONCURRENCY} --set queue_limit=8"),
         World(
             "two active pickers, only saturation",
-            f"--pickers 2 {CONCURRENCY} --signals saturation --queue-limit 8",
+            f"--set pickers=2 {CONCURRENCY} --set signals=saturation --set queue_limit=8",
         ),
-        World("a picker that counts tokens", "--detector tokens --queue-limit 8"),
+        World("a picker that counts tokens", "--set detector=tokens --set queue_limit=8"),
         World(
             "a picker that counts tokens, only saturation",
-            "--detector tokens --signals saturation --queue-limit 8",
+            "--set detector=tokens --set signals=saturation --set queue_limit=8",
         ),
-        World("only averages", "--detector none --averages-alone --scrape 5 --lag 1"),
+        World(
+            "only averages", "--set detector=none --set shows_running=false --set scrape_s=5 --set lag_s=1"
+        ),
         World(
             "only averages, flushed just before each scrape",
-            "--detector none --averages-alone --scrape 5 --lag 1 --flush-phase 0",
+            f"--set detector=none --set shows_running=false {AGES['5 s']} --set flush_phase_s=0",
         ),
-        World("readings known 5 s after the sample", "--scrape 5 --lag 5"),
-        World("the same, timestamps 50 ms late", "--scrape 5 --lag 5 --stamp 0.05"),
-        World("the same, timestamps 200 ms early", "--scrape 5 --lag 5 --stamp -0.2"),
+        World("readings known 5 s after the sample", "--set scrape_s=5 --set lag_s=5"),
+        World("the same, timestamps 50 ms late", "--set scrape_s=5 --set lag_s=5 --set stamp_s=0.05"),
+        World("the same, timestamps 200 ms early", "--set scrape_s=5 --set lag_s=5 --set stamp_s=-0.2"),
     ],
 }
 WORLDS = [world for worlds in CHAPTERS.values() for world in worlds]
@@ -161,7 +199,7 @@ COLUMNS = {
 def run_world(world: World, seed: int) -> Figures:
     """Run a world once and return its figures."""
     printed = io.StringIO()
-    arguments = [*shlex.split(world.command)[1:], "--seed", str(seed), "--processes", "1", "--json"]
+    arguments = [*shlex.split(world.command)[1:], "--seed", str(seed), "--set", "processes=1", "--json"]
     with redirect_stdout(printed), redirect_stderr(io.StringIO()):
         app(arguments, prog_name="batch-dispatcher", standalone_mode=False)
     (row,) = json.loads(printed.getvalue())["rows"]

@@ -11,12 +11,12 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dispatcher.core.limit.budget import Policy
 from dispatcher.lab.standin.live import Config, LiveWorld
 from dispatcher.lab.standin.model import TOKEN_S, compute_work_s
 from dispatcher.lab.standin.picker import TPOT_BOUNDS, TTFT_BOUNDS
 from dispatcher.lab.standin.pool import Job
-from dispatcher.settings import SignalsSettings
+from dispatcher.limit.budget import Policy
+from dispatcher.settings.signals import SignalsSettings
 from dispatcher.signals.epp.source import EppSource
 from dispatcher.signals.poller import Poller, SourcePoll
 from dispatcher.signals.scrape import Targets

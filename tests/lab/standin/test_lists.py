@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from dispatcher.core.merging.shapes import SHAPES, find_difference, parse_item_cap, parse_token_cap
+from dispatcher.features.merging.shapes import SHAPES, find_difference, parse_item_cap, parse_token_cap
 from dispatcher.lab.simulation import virtual_loop
 from dispatcher.lab.standin.lists import ListConfig, ListServer, ListService, StatusAndBody
 from tests.list_calls import PATHS, encode_body, parse_valid_part

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import json
 import math
 import re
 import signal
 import ssl
+import statistics
 import subprocess
 import sys
 import time
@@ -16,6 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -38,6 +41,15 @@ from tests.support import running_process, wait_until
 
 Post = Callable[..., Coroutine[Any, Any, "Reply"]]
 REALTIME = {"x-llm-d-inference-objective": "realtime"}
+
+
+def write_tls_files(folder: Path) -> ssl.SSLContext:
+    """Write a key and a certificate for 127.0.0.1 to the file `pem`, and return a context that trusts it."""
+    authority = trustme.CA()
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(folder / "pem")
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+    return trusting
 
 
 class Reply:
@@ -167,9 +179,10 @@ async def test_full_queue_is_answered_with_429(post: Post, flow_control: bool, r
 async def test_service_time_depends_on_tokens_and_running_requests(post: Post) -> None:
     async with run_stand_in(slots=2) as world:
         alone = await measure_seconds(post(world, "a", {"max_tokens": 20}))
+        delay_s = world.build_report()["pool"]["delay_s"]["max"]
         both = await asyncio.gather(*(measure_seconds(post(world, id_, {"max_tokens": 20})) for id_ in "bc"))
     work_s = 0.03 + 0.00025 * 500 + 0.012 * 20
-    assert work_s <= alone < 2 * work_s
+    assert work_s <= alone < 2 * work_s + delay_s
     assert max(both) >= 2 * work_s  # The second request starts as one of two in a pool of two slots: f = 2.
 
 
@@ -190,11 +203,11 @@ async def test_random_token_count_depends_only_on_seed_and_id(post: Post) -> Non
 
 
 async def test_path_time_is_added_in_both_directions_outside_the_pool(post: Post) -> None:
-    async with run_stand_in(slots=1, seconds=0.05, path_s=0.1) as world:
+    async with run_stand_in(slots=1, seconds=0.05, path_s=1.0) as world:
         took = await measure_seconds(post(world, "r"))
         report = world.pool.build_report()
-    assert took >= 0.25
-    assert report["time_s"]["batch"]["max"] < 0.15
+    assert took >= 2.05
+    assert report["time_s"]["batch"]["max"] < 1.0
 
 
 async def test_disconnected_client_frees_its_slot_and_its_place_in_the_queue(post: Post) -> None:
@@ -212,15 +225,20 @@ async def test_disconnected_client_frees_its_slot_and_its_place_in_the_queue(pos
 
 async def test_levels_report_peak_and_mean_over_time(post: Post) -> None:
     async with run_stand_in(slots=4, seconds=0.3) as world:
+        may_begin_at = time.monotonic()
         await world.apply_control(Control(restart=True))
-        start = time.monotonic()
+        has_begun_at = time.monotonic()
         await asyncio.gather(*(post(world, f"r{n}") for n in range(4)))
+        may_end_at = time.monotonic()
         report = world.pool.build_report()["batch"]
+        has_ended_at = time.monotonic()
         assert report["peak"] == 4
         started = start_times(world)
         assert len(started) == 4
         busy = sum((entry.ended_at or math.inf) - started[entry.id] for entry in world.gateway.log)
-        assert report["mean"] == pytest.approx(busy / (time.monotonic() - start), rel=0.2)
+        # The log is written a moment after the pool has counted.
+        assert report["mean"] >= 0.8 * busy / (has_ended_at - may_begin_at)
+        assert report["mean"] <= 1.2 * busy / (may_end_at - has_begun_at)
         await world.apply_control(Control(restart=True))
         assert world.pool.build_report()["batch"]["peak"] == 0
         assert len(world.gateway.log) == 4
@@ -294,6 +312,34 @@ class TestMetricsPage:
                 each.cancel()
         assert crowded["flow_control_queue_size"] == 2
         assert crowded["per_endpoint_queue_size"] == 7
+
+    async def test_requests_between_two_scrapes_wait_while_other_servers_have_room(
+        self, http: aiohttp.ClientSession, post: Post
+    ) -> None:
+        async with run_stand_in(
+            slots=12, endpoints=3, scorer_scrape_s=3600.0, flow_control=False, seconds=30
+        ) as world:
+            sent = await self.fill_pool(world, post, 12)
+            counts = world.pool.list_server_counts(3)
+            world.picker.flush_now()
+            page = await read_metrics_page(http, world)
+            for each in sent:
+                each.cancel()
+        assert world.pool.running < 12
+        queues = [float(each) for each in re.findall(r"per_endpoint_queue_size\{.*\} (\S+)", page)]
+        assert queues == [waiting for _, waiting in counts]
+        assert min(queues) == 0 < max(queues)
+        (deviation,) = re.findall(r"std_dev_running_requests\{.*\} (\S+)", page)
+        assert float(deviation) == pytest.approx(statistics.pstdev(running for running, _ in counts))
+
+    async def test_requests_after_each_scrape_go_to_the_server_with_the_lowest_load(self, post: Post) -> None:
+        async with run_stand_in(
+            slots=6, endpoints=3, scorer_scrape_s=1e-6, flow_control=False, seconds=30
+        ) as world:
+            sent = await self.fill_pool(world, post, 6)
+            assert world.pool.running == 6
+            for each in sent:
+                each.cancel()
 
     async def test_only_the_utilization_detector_shows_stale_endpoints_with_its_name(
         self, http: aiohttp.ClientSession
@@ -486,11 +532,7 @@ class TestFaults:
             assert world.build_report()["gateway"]["batch"]["now"] == 0
 
     async def test_fault_replaces_tls_by_plaintext(self, post: Post, tmp_path: Path) -> None:
-        authority = trustme.CA()
-        issued = authority.issue_cert("127.0.0.1")
-        issued.private_key_and_cert_chain_pem.write_to_path(tmp_path / "pem")
-        trusting = ssl.create_default_context()
-        authority.configure_trust(trusting)
+        trusting = write_tls_files(tmp_path)
         async with run_stand_in(seconds=0.0, tls_cert=str(tmp_path / "pem")) as world:
             assert (await post(world, "r", ssl=trusting)).status == 200
             await world.apply_control(Control(gateway=Fault(listener="plaintext")))
@@ -498,6 +540,24 @@ class TestFaults:
                 await post(world, "r", ssl=trusting)
             await world.apply_control(Control(gateway=None))
             assert (await post(world, "r", ssl=trusting)).status == 200
+
+    async def test_tls_handshake_in_progress_does_not_outlive_a_fault(
+        self, post: Post, tmp_path: Path
+    ) -> None:
+        trusting = write_tls_files(tmp_path)
+        async with run_stand_in(seconds=0.0, tls_cert=str(tmp_path / "pem")) as world:
+            port = urlsplit(world.gateway_url).port
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            # Connections are accepted in order, so after this answer the one above has been accepted, too.
+            assert (await post(world, "r", ssl=trusting)).status == 200
+            await world.apply_control(Control(gateway=Fault(listener="plaintext")))
+            answer = b""
+            with contextlib.suppress(OSError):
+                await writer.start_tls(trusting, server_hostname="127.0.0.1")
+                writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+                answer = await reader.read(100)
+            assert answer == b""
+            writer.close()
 
     async def test_fault_applies_to_matching_requests_or_a_share(self, post: Post) -> None:
         busy = Answer(kind="status", status=429)

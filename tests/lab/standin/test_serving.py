@@ -11,18 +11,20 @@ from typing import Any
 import aiohttp
 import pytest
 
-from dispatcher.core.gateway.outcome import Delivered
-from dispatcher.core.models.availability import Listing
-from dispatcher.core.network_errors import is_connection_refused
-from dispatcher.core.requests.request import Request
-from dispatcher.forward import DirectServers, HttpGateway
+from dispatcher.common.network_errors import is_connection_refused
+from dispatcher.features.models.availability import Listing
+from dispatcher.features.models.listing import find_waiting_adapters, parse_list
+from dispatcher.features.models.watch import ModelWatch
+from dispatcher.gateway.direct import DirectServers
+from dispatcher.gateway.http_gateway import HttpGateway
 from dispatcher.lab.standin.live import Adapter, Answer, Config, Control, Fault, LiveWorld, Roll
 from dispatcher.lab.standin.serving import parse_models
-from dispatcher.settings import Settings, parse_settings
+from dispatcher.requests.outcomes.outcome import Delivered
+from dispatcher.requests.request import Request
+from dispatcher.settings.load import parse_settings
+from dispatcher.settings.model import Settings
 from dispatcher.signals.exposition import PageParser
 from dispatcher.signals.kubernetes.cluster import NO_CLUSTER
-from dispatcher.signals.models.listing import find_waiting_adapters, parse_list
-from dispatcher.signals.models.watch import ModelWatch
 from tests.support import wait_until
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.limit.budget import Policy
-from dispatcher.core.limit.realtime_impact import RealtimeImpact, ReplicaHistograms
-from dispatcher.settings import SignalsSettings
+from dispatcher.limit.budget import Policy
+from dispatcher.limit.realtime_impact import RealtimeImpact, ReplicaHistograms
+from dispatcher.settings.signals import SignalsSettings
 from dispatcher.signals.epp import latency
 from dispatcher.signals.epp.series import SERIES_NAMES, PoolView
 from dispatcher.signals.epp.source import EppSource

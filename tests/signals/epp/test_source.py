@@ -13,8 +13,8 @@ import pytest
 import trustme
 from aiohttp import web
 
-from dispatcher.core.limit.budget import Reason
-from dispatcher.core.limit.poll import ReadFailure
+from dispatcher.limit.budget import Reason
+from dispatcher.limit.poll import ReadFailure
 from dispatcher.signals.epp.series import PoolView
 from dispatcher.signals.epp.source import EppSource
 from dispatcher.signals.scrape import Targets

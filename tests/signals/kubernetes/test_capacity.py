@@ -20,7 +20,7 @@ import trustme
 import yaml
 
 from dispatcher import __version__
-from dispatcher.settings import EppSettings
+from dispatcher.settings.signals import EppSettings
 from dispatcher.signals.kubernetes.capacity import NO_KUBERNETES, CapacityWatch
 from dispatcher.signals.kubernetes.cluster import ClusterAccess
 from tests.paths import DOCS
@@ -201,8 +201,10 @@ async def test_deleted_pool_has_no_endpoints(server: ApiServer) -> None:
     populate(server, 2)
     async with run_watch(server) as recorder:
         await recorder.wait_for_ready(2)
+        assert recorder.latest.pool_uid == "uid-of-qwen"
         server.delete(POOLS, "qwen")
         await recorder.wait_for_ready(0)
+        assert recorder.latest.pool_uid == ""
         assert "InferencePool default/qwen does not exist" in await recorder.wait_for_problem()
         server.put(POOLS, pool())
         await recorder.wait_for_ready(2)
@@ -412,7 +414,8 @@ async def test_endpoints_count_during_an_outage_until_the_hold_time_ends(server:
     async with run_watch(server, hold_s=1.0) as recorder:
         await wait_until(lambda: recorder.is_complete_with(2, "10.0.0.1"))
         await server.stop()
-        await recorder.wait_for_problem("cannot be reached")
+        problem = await recorder.wait_for_problem("cannot be reached")
+        assert "the address of the API server in kubeconfig" in problem
         assert recorder.latest.ready == 2
         await recorder.wait_for_ready(None)
         assert recorder.latest.epp_addresses == ("10.0.0.1",)
@@ -551,8 +554,11 @@ class TestCredentials:
             async with run_watch(ClusterAccess(environ=environ, service_account=tmp_path)) as recorder:
                 await recorder.wait_for_ready(1)
                 await server.stop()
+                problem = await recorder.wait_for_problem("connection refused")
+                assert "network policies and firewalls between it and this pod" in problem
                 await server.start(create_server_tls(new))
-                await recorder.wait_for_problem("cannot be reached", "certificate")
+                problem = await recorder.wait_for_problem("cannot be reached", "certificate")
+                assert "the certificates of the pod's service account" in problem
                 new.cert_pem.write_to_path(tmp_path / "ca.crt")
                 server.put(PODS, pod("p1"))
                 await recorder.wait_for_ready(2)

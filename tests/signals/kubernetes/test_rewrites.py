@@ -11,12 +11,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dispatcher.settings import Settings, parse_settings
+from dispatcher.features.models.watch import ModelWatch
+from dispatcher.settings.load import parse_settings
+from dispatcher.settings.model import Settings
 from dispatcher.signals.kubernetes.capacity import Endpoints
 from dispatcher.signals.kubernetes.cluster import NO_CLUSTER
 from dispatcher.signals.kubernetes.objects import ModelRewrite, RewriteRule, parse_rewrite
 from dispatcher.signals.kubernetes.rewrites import ModelAliases, RewriteWatch, merge_rewrites
-from dispatcher.signals.models.watch import ModelWatch
 from dispatcher.telemetry.events import Event, divert_events
 from tests.signals.apiserver import OLD_REWRITES, REWRITES, ApiServer, access, rewrite
 from tests.signals.capacity_recorder import QWEN

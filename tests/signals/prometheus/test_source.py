@@ -16,9 +16,9 @@ import pytest
 import trustme
 from aiohttp import web
 
-from dispatcher.core.limit.budget import Policy, Reason, Signal
-from dispatcher.core.limit.picker_inference import FLUSH_S
-from dispatcher.core.limit.poll import ReadFailure
+from dispatcher.limit.budget import Policy, Reason, Signal
+from dispatcher.limit.picker_inference import FLUSH_S
+from dispatcher.limit.poll import ReadFailure
 from dispatcher.signals.epp.series import PoolView
 from dispatcher.signals.prometheus.session import PrometheusAddress
 from dispatcher.signals.prometheus.source import PrometheusSource, build_pool_query

@@ -14,6 +14,10 @@
 {{- if gt (len $name) 45 -}}{{ trunc 36 $name | trimSuffix "-" }}-{{ sha256sum $name | trunc 8 }}{{- else -}}{{ $name }}{{- end -}}
 {{- end -}}
 
+{{- define "batch-dispatcher.namespace" -}}
+{{- default .Release.Namespace .Values.namespaceOverride -}}
+{{- end -}}
+
 {{- define "batch-dispatcher.serviceAccount" -}}
 {{- if .Values.sidecar.enabled -}}
 {{- .Values.sidecar.serviceAccount -}}
@@ -26,21 +30,29 @@
 
 {{/* Unique per release, because neither part can contain a colon. */}}
 {{- define "batch-dispatcher.clusterName" -}}
-{{- printf "%s:%s:metrics" .Release.Namespace (include "batch-dispatcher.fullname" .) -}}
+{{- printf "%s:%s:metrics" (include "batch-dispatcher.namespace" .) (include "batch-dispatcher.fullname" .) -}}
 {{- end -}}
 
 {{/* The namespace of the pool may contain another release with the same name. */}}
 {{- define "batch-dispatcher.roleName" -}}
 {{- $name := include "batch-dispatcher.fullname" . -}}
-{{- if eq .Release.Namespace (include "batch-dispatcher.poolNamespace" .) -}}{{ $name }}{{- else -}}{{ printf "%s:%s" .Release.Namespace $name }}{{- end -}}
+{{- if eq (include "batch-dispatcher.namespace" .) (include "batch-dispatcher.poolNamespace" .) -}}{{ $name }}{{- else -}}{{ printf "%s:%s" (include "batch-dispatcher.namespace" .) $name }}{{- end -}}
 {{- end -}}
 
 {{- define "batch-dispatcher.poolNamespace" -}}
-{{- default .Release.Namespace .Values.pool.namespace -}}
+{{- default (include "batch-dispatcher.namespace" .) .Values.pool.namespace -}}
 {{- end -}}
 
 {{- define "batch-dispatcher.objective" -}}
 {{- default (include "batch-dispatcher.fullname" .) .Values.inferenceObjective.name -}}
+{{- end -}}
+
+{{/* API version of the InferenceObjective: the older one only if the cluster serves no other. */}}
+{{- define "batch-dispatcher.objectiveApi" -}}
+{{- $new := "llm-d.ai/v1alpha2" -}}
+{{- $old := "inference.networking.x-k8s.io/v1alpha2" -}}
+{{- $onlyOld := and (.Capabilities.APIVersions.Has (printf "%s/InferenceObjective" $old)) (not (.Capabilities.APIVersions.Has (printf "%s/InferenceObjective" $new))) -}}
+{{- default (ternary $old $new $onlyOld) .Values.inferenceObjective.apiVersion -}}
 {{- end -}}
 
 {{/* list: the root, the component */}}
@@ -83,9 +95,15 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
-{{/* list: the values of an image, its default tag */}}
+{{/* Name of an image without its tag. list: the root, the values of the image */}}
+{{- define "batch-dispatcher.imageName" -}}
+{{- $image := index . 1 -}}
+{{- list (default (dig "imageRegistry" "" (default dict (index . 0).Values.global)) $image.registry) $image.repository | compact | join "/" -}}
+{{- end -}}
+
+{{/* list: the root, the values of an image, its default tag */}}
 {{- define "batch-dispatcher.image" -}}
-{{- $image := index . 0 -}}
-{{- $name := list $image.registry $image.repository | compact | join "/" -}}
-{{- if $image.digest -}}{{ $name }}@{{ $image.digest }}{{- else -}}{{ $name }}:{{ default (index . 1) $image.tag }}{{- end -}}
+{{- $image := index . 1 -}}
+{{- $name := include "batch-dispatcher.imageName" . -}}
+{{- if $image.digest -}}{{ $name }}@{{ $image.digest }}{{- else -}}{{ $name }}:{{ default (index . 2) $image.tag }}{{- end -}}
 {{- end -}}

@@ -96,7 +96,7 @@ resources: {{- toYaml .Values.resources | nindent 2 }}
 {{- define "batch-dispatcher.container" -}}
 {{- $env := include "batch-dispatcher.env" . | trim -}}
 {{- with index . 0 -}}
-image: {{ include "batch-dispatcher.image" (list .Values.image .Chart.AppVersion) | quote }}
+image: {{ include "batch-dispatcher.image" (list . .Values.image .Chart.AppVersion) | quote }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
 {{- /* A sidecar cannot set the security context of the pod, so its container needs all of it. */}}
 {{- $ofPod := ternary (omit (include "batch-dispatcher.podSecurityContext" . | fromYaml) "fsGroup") dict .Values.sidecar.enabled }}

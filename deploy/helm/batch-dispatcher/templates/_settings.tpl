@@ -5,7 +5,7 @@
 {{- end -}}
 
 {{- define "batch-dispatcher.ownQueueHost" -}}
-{{- printf "%s-valkey.%s.svc" (include "batch-dispatcher.fullname" .) .Release.Namespace -}}
+{{- printf "%s-valkey.%s.svc" (include "batch-dispatcher.fullname" .) (include "batch-dispatcher.namespace" .) -}}
 {{- end -}}
 
 {{/* Set a value in a map. list: the map, the path of a setting, its value */}}

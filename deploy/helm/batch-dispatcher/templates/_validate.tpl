@@ -126,9 +126,18 @@
 {{- end -}}
 {{- range $where := list "image" "valkey.image" -}}
 {{- $image := ternary $.Values.image $.Values.valkey.image (eq $where "image") -}}
-{{- $whole := list $image.registry $image.repository | compact | join "/" -}}
+{{- $whole := include "batch-dispatcher.imageName" (list $ $image) -}}
 {{- if not (regexMatch "^([a-z0-9.-]+(:[0-9]+)?/)?[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*$" $whole) -}}
 {{- $wrong = append $wrong (printf "%s.repository: %q is not the name of an image (lower-case letters, digits, dots, dashes, slashes): put the host of your registry into %s.registry, and a tag or digest into %s.tag or %s.digest" $where $whole $where $where $where) -}}
+{{- end -}}
+{{- end -}}
+{{- if ne .Values.image.pullPolicy "Never" -}}
+{{- $built := "no image is published: build and push it (make image REGISTRY=registry.example/team), and set what the command prints; for an image that was loaded into every node, set image.pullPolicy=Never" -}}
+{{- if not (contains "/" (include "batch-dispatcher.imageName" (list . .Values.image))) -}}
+{{- $wrong = append $wrong (printf "image.registry: is required, because %s" $built) -}}
+{{- end -}}
+{{- if not (or .Values.image.tag .Values.image.digest) -}}
+{{- $wrong = append $wrong (printf "image.digest: is required (or image.tag), because %s" $built) -}}
 {{- end -}}
 {{- end -}}
 {{- $ours := list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "app.kubernetes.io/version" "app.kubernetes.io/managed-by" "app.kubernetes.io/part-of" "helm.sh/chart" -}}
@@ -156,10 +165,10 @@
 {{- if and $own .Release.IsUpgrade -}}
 {{- $server := printf "%s-valkey" $name -}}
 {{- /* The lookup finds nothing in `helm template`, or if the StatefulSet was deleted. */ -}}
-{{- with (lookup "apps/v1" "StatefulSet" .Release.Namespace $server).spec -}}
+{{- with (lookup "apps/v1" "StatefulSet" (include "batch-dispatcher.namespace" .) $server).spec -}}
 {{- $claims := .volumeClaimTemplates -}}
 {{- $volume := $.Values.valkey.persistence -}}
-{{- $remedy := printf "which an upgrade cannot change: keep it, or delete the StatefulSet without its pod first (kubectl -n %s delete statefulset %s --cascade=orphan)" $.Release.Namespace $server -}}
+{{- $remedy := printf "which an upgrade cannot change: keep it, or delete the StatefulSet without its pod first (kubectl -n %s delete statefulset %s --cascade=orphan)" (include "batch-dispatcher.namespace" $) $server -}}
 {{- if ne $volume.enabled (not (empty $claims)) -}}
 {{- $wrong = append $wrong (printf "valkey.persistence.enabled: is %v, and this release was installed with %v, %s" $volume.enabled (not $volume.enabled) $remedy) -}}
 {{- else if $claims -}}
@@ -176,6 +185,9 @@
 {{- end -}}
 
 {{/* the rest of the chart */}}
+{{- if and .Values.networkPolicy.enabled (include "batch-dispatcher.asksModels" .) (not (dig "serving" "urls" list $config)) (not .Values.networkPolicy.egress.models.ports) -}}
+{{- $wrong = append $wrong (printf "networkPolicy.egress.models.ports: is required: the targetPorts of the pool, which a chart cannot see (kubectl -n %s get inferencepool %s -o jsonpath='{.spec.targetPorts}')" (include "batch-dispatcher.poolNamespace" .) .Values.pool.name) -}}
+{{- end -}}
 {{- if and .Values.test.payload (hasKey (fromJson .Values.test.payload) "Error") -}}
 {{- $wrong = append $wrong "test.payload: is not a JSON object" -}}
 {{- end -}}

@@ -1,0 +1,52 @@
+"""Add the modules that the client imports to its wheel, also those that it imports later or for types, and
+all Lua files."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+ROOT = Path(__file__).parents[2]
+START = ("dispatcher.client", "dispatcher.batched.worker_program")
+"""The client, and the program that its worker processes run, which is imported by its name only."""
+
+
+def find_file(module: str) -> Path | None:
+    path = ROOT.joinpath(*module.split("."))
+    return next((each for each in (path / "__init__.py", path.with_suffix(".py")) if each.exists()), None)
+
+
+def find_imports(path: Path) -> Iterator[str]:
+    """Yield each name that a module imports, which may be the name of a module or of something in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def find_modules() -> dict[str, Path]:
+    """Return the modules that the client needs, itself included, with their files."""
+    modules: dict[str, Path] = {}
+    names = [*START]
+    while names:
+        name = names.pop()
+        path = find_file(name)
+        if name in modules or path is None or not name.startswith("dispatcher"):
+            continue
+        modules[name] = path
+        names += [name.rpartition(".")[0] or name, *find_imports(path)]
+    return modules
+
+
+class ClientModules(BuildHookInterface):  # type: ignore[type-arg]
+    """Build hook of hatchling."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        for path in (*find_modules().values(), *ROOT.glob("dispatcher/**/lua/*.lua")):
+            build_data["force_include"][str(path)] = f"batch_dispatcher_client/{path.relative_to(ROOT)}"

@@ -1,1 +1,0 @@
-"""The part of the request pipeline that resolves models, their versions and their warm-up."""

@@ -1,1 +1,0 @@
-"""The part of the request pipeline that keeps sequences in order."""

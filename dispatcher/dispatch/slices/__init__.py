@@ -1,1 +1,0 @@
-"""Long generations run in slices: the stage that plans them, and what their answers lead to."""

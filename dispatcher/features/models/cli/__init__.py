@@ -1,0 +1,1 @@
+"""The verbs `batch-dispatcher models …`."""

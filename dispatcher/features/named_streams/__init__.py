@@ -1,0 +1,1 @@
+"""Named streams: requests and results under a name, read by several programs."""

@@ -1,0 +1,86 @@
+"""Builds the options of the dispatch loop from the settings."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from dispatcher.features import import_modules
+from dispatcher.features.models.availability import ModelTerms, WhenNotServed
+from dispatcher.features.models.version_policy import VersionPolicy
+from dispatcher.features.models.versions import FamilyTerms, PinScope, Transition
+from dispatcher.kernel import Options, SequenceOptions
+from dispatcher.kernel.options import FamilyOptions, VersionOptions
+from dispatcher.requests.outcomes.outcome import RetryPolicy
+from dispatcher.settings.model import Settings
+from dispatcher.settings.models import ModelSettings
+from dispatcher.settings.warmups import WarmupFiles
+
+
+def build_options(settings: Settings, warmups: WarmupFiles, *, observe: bool) -> Options:
+    """Build the options. `warmups` are the warm-up files that the settings name. With `observe`, the loop
+    decides and shows everything, and changes nothing."""
+    retry, sequences = settings.retry, settings.sequences
+    return Options(
+        retry=RetryPolicy(retry.base_s, retry.max_s, retry.max_attempts),
+        lease_s=settings.queue.lease_s,
+        owner_timeout_s=settings.queue.effective_owner_timeout_s(),
+        max_payload_bytes=settings.queue.max_payload_bytes,
+        gateway_url=f"{settings.gateway.url.without_credentials}{settings.gateway.path}",
+        tenant_attribute=settings.gateway.fairness_from,
+        default_path=settings.gateway.path,
+        token_header=sequences.header,
+        merge_rules=settings.batching.active_rules(),
+        rule_timeouts=settings.batching.build_timeouts(),
+        sequences=SequenceOptions(
+            terms=sequences.build_terms(),
+            id_header=sequences.session_id_header,
+            carry=sequences.default_carry(),
+            max_carry_bytes=sequences.max_carry_bytes,
+        ),
+        model_terms=_build_model_terms(settings),
+        versions=_build_version_options(settings, warmups),
+        observe=observe,
+        of_features={type(each): each for each in _build_feature_options(settings)},
+    )
+
+
+def _build_feature_options(settings: Settings) -> list[object]:
+    return [module.build_options(settings) for module in import_modules("settings").values()]
+
+
+def _build_model_terms(settings: Settings) -> ModelTerms | None:
+    """Return the rules for models that are not served. `None` if served models are not watched."""
+    if not settings.observes_models:
+        return None
+    named = {model.name: WhenNotServed(model.when_not_served) for model in settings.models}
+    return ModelTerms(named, WhenNotServed(settings.serving.when_not_served))
+
+
+def _build_version_options(settings: Settings, warmups: WarmupFiles) -> VersionOptions:
+    serving = settings.serving
+    families = [_build_family_options(model, warmups) for model in settings.models if model.is_family]
+    warm_up_by = serving.warmup.by
+    return VersionOptions(
+        families=families if settings.observes_models else (),
+        can_steer=bool(serving.subset_header),
+        warm_directly=None if warm_up_by == "auto" else warm_up_by == "endpoints",
+        warmup_timeout_s=serving.warmup.timeout_s,
+    )
+
+
+def _build_family_options(model: ModelSettings, warmups: WarmupFiles) -> FamilyOptions:
+    terms = FamilyTerms(
+        name=model.name,
+        template=model.version_template,
+        # A model without versions is a family with one version, which is always desired.
+        policy=model.policy if model.match else VersionPolicy(everything=True),
+        transition=Transition(model.transition),
+        pin=PinScope(model.pin),
+        weights=model.weights,
+        labels=model.labels,
+        has_warm_up=bool(model.warmup),
+    )
+    # Reading files blocks, so it must not run in the event loop.
+    load_warmup = partial(asyncio.to_thread, warmups.requests_for, model.name) if model.warmup else None
+    return FamilyOptions(terms, load_warmup, model.warmup_required)

@@ -1,1 +1,0 @@
-"""Observe which models the endpoints of a pool serve."""

@@ -1,0 +1,69 @@
+"""How many running slices end early."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dispatcher.features.slices.revocation import RevocationPlanner
+from dispatcher.limit.allowance import Allowance
+from dispatcher.limit.budget import Policy, Reading, Reason, Signal, compute_budget
+
+
+def make_allowance(headroom: int, limit: int, read_at: float = 1.0, **budget: Any) -> Allowance:
+    reading = Reading(Signal.SATURATION, 0, 0, 0.5, 0.1, 50)
+    return Allowance(
+        limit=limit,
+        reason=Reason.OPEN,
+        detail="",
+        signal=Signal.SATURATION,
+        budget=replace(compute_budget(reading, Policy()), headroom=headroom, **budget),
+        read_at=read_at,
+        lost_units=0,
+        next_check_at=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("headroom", "limit", "own_units", "all_units", "expected"),
+    [
+        pytest.param(0, 5, 10, 10, 0, id="there is room"),
+        pytest.param(-3, 7, 10, 10, 3, id="as many as are missing"),
+        pytest.param(-8, 7, 10, 10, 3, id="none within the limit"),
+        pytest.param(-8, 10, 10, 10, 0, id="no more than the limit run"),
+        pytest.param(-4, 6, 5, 10, 2, id="half of them are of this process"),
+        pytest.param(-3, 7, 5, 10, 2, id="rounded up"),
+        pytest.param(-9, 0, 3, 100, 1, id="a small part"),
+        pytest.param(-9, 0, 0, 100, 0, id="none is of this process"),
+        pytest.param(-100, 0, 4, 4, 4, id="all"),
+    ],
+)
+def test_slices_end_as_far_as_units_are_missing(
+    headroom: int, limit: int, own_units: int, all_units: int, expected: int
+) -> None:
+    planner = RevocationPlanner()
+    assert planner.plan_revocations(make_allowance(headroom, limit), 2.0, own_units, all_units) == expected
+
+
+def test_each_reading_counts_once_and_not_if_it_was_taken_before_the_last_decision() -> None:
+    planner = RevocationPlanner()
+    assert planner.plan_revocations(make_allowance(-3, 7, read_at=1.0), 2.0, 10, 10) == 3
+    assert planner.plan_revocations(make_allowance(-3, 7, read_at=1.0), 2.5, 10, 10) == 0
+    assert planner.plan_revocations(make_allowance(-3, 7, read_at=2.0), 3.0, 10, 10) == 0
+    assert planner.plan_revocations(make_allowance(-3, 7, read_at=2.5), 3.0, 10, 10) == 3
+
+
+def test_decision_to_end_none_does_not_make_readings_old() -> None:
+    planner = RevocationPlanner()
+    assert planner.plan_revocations(make_allowance(1, 7, read_at=1.0), 5.0, 10, 10) == 0
+    assert planner.plan_revocations(make_allowance(-3, 7, read_at=4.0), 6.0, 10, 10) == 3
+
+
+def test_no_slice_ends_without_a_budget_that_may_be_used() -> None:
+    planner = RevocationPlanner()
+    faulty = make_allowance(-3, 7, fault=Reason.NO_ENDPOINTS)
+    assert planner.plan_revocations(faulty, 2.0, 10, 10) == 0
+    unknown = Allowance(0, Reason.OPEN, "", None, None, 1.0, 0, None)
+    assert planner.plan_revocations(unknown, 2.0, 10, 10) == 0

@@ -1,0 +1,69 @@
+"""Model listings of endpoints, requests for models, and their results, for a scene in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from dispatcher.features.models.availability import Listing
+from dispatcher.requests.request import encode_member
+from dispatcher.requests.submission import Submission
+from dispatcher.telemetry.events import Event
+from tests.kernel.scene import Scene
+
+MODEL_NOT_FOUND_BODY = (
+    b'{"object":"error","message":"The model `%s` does not exist.","type":"NotFoundError","param":"model"}'
+)
+"""Body with which vLLM answers 404, with a placeholder for the model."""
+EXCHANGE_INTERVAL_S = 5.0
+"""Maximum time between two exchanges of the model registry with other dispatchers."""
+
+
+def update_listings(scene: Scene, **endpoints: str | None) -> None:
+    """Report the models of each endpoint, with spaces between their names. `None` if they cannot be read."""
+    at = asyncio.get_running_loop().time()
+    scene.dispatcher.features.model_router.update_listings(
+        [
+            Listing(name, at, None, problem="it does not answer")
+            if models is None
+            else Listing(name, at, tuple(models.split()))
+            for name, models in endpoints.items()
+        ]
+    )
+
+
+async def submit_requests(
+    scene: Scene,
+    *request_ids: str,
+    payload: bytes = b'{"model":"qwen"}',
+    within_s: float = 10**6,
+    **fields: Any,
+) -> None:
+    deadline = int(asyncio.get_running_loop().time() + within_s)
+    members = [
+        encode_member(request_id, payload, deadline, token="t", **fields) for request_id in request_ids
+    ]
+    await scene.store.submit(
+        [
+            Submission(member, float(deadline), request_id, "t", deadline)
+            for request_id, member in zip(request_ids, members, strict=True)
+        ]
+    )
+
+
+async def read_results(scene: Scene) -> dict[str, dict[str, Any]]:
+    """Return all results of the default list by the id of their request."""
+    results = [
+        json.loads(each) for each in await scene.store.read_results(scene.store.default_result_list, 1000)
+    ]
+    return {result["id"]: result for result in results}
+
+
+def list_version_states(scene: Scene, version: str) -> list[str]:
+    """Return the states of a version, in the order in which they were logged."""
+    return [
+        fields["state"]
+        for event, fields in scene.events
+        if event is Event.VERSION and fields["version"] == version
+    ]

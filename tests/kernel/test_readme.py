@@ -1,0 +1,87 @@
+"""The README of the kernel names what exists, and its example of a feature works."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+from dispatcher.gateway.contract import AttemptResult
+from dispatcher.kernel import Dispatcher, Journal, Options
+from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
+from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
+from dispatcher.requests.outcomes.outcome import RetryPolicy
+from dispatcher.requests.request import Request, encode_member
+from dispatcher.requests.result import decode_result
+from dispatcher.telemetry.metrics import Metrics
+from tests.kernel.scene import AnsweringGateway, open_limiter
+from tests.paths import PACKAGE
+from tests.structure.symbols import find_symbols, symbol_exists
+
+README = (PACKAGE / "kernel" / "README.md").read_text()
+
+
+def test_every_name_in_the_readme_exists() -> None:
+    names = find_symbols(README)
+    assert len(names) > 40
+    assert [name for name in names if not symbol_exists(name)] == []
+
+
+def test_plain_request_is_described_in_ten_steps_through_ten_files_of_the_kernel() -> None:
+    section = README.partition("## The way of a plain request")[2].partition("\n## ")[0]
+    steps = re.findall(r"^\d+\. .*$", section, re.MULTILINE)
+    files = {
+        name.split(".")[1] for step in steps for name in find_symbols(step) if name.startswith("kernel.")
+    }
+    assert len(steps) == 10
+    assert len(files) <= 10
+
+
+class HeaderGateway(AnsweringGateway):
+    """Gateway that notes the headers of each request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.headers: dict[str, dict[str, str]] = {}
+
+    async def forward(
+        self, request: Request, *, token: str, deadline: float, may_send: object
+    ) -> AttemptResult:
+        self.headers[request.id] = dict(request.headers)
+        return await super().forward(request, token=token, deadline=deadline, may_send=may_send)
+
+
+def test_feature_of_the_readme_adds_a_header_and_counts() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 30
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)
+    gateway = HeaderGateway()
+
+    async def main() -> None:
+        store = MemoryStore(clock=asyncio.get_running_loop().time)
+        dispatcher = Dispatcher(
+            MemoryQueue(store, "a"),
+            gateway,
+            open_limiter(),
+            Options(RetryPolicy()),
+            Journal(Metrics()),
+            build_features=namespace["TenantHeader"],
+        )
+        for number, tenant in enumerate(("red", "blue", "red", "")):
+            metadata = {"tenant": tenant} if tenant else {}
+            store.add_member(encode_member(f"r-{number}", b"{}", 10**10, metadata=metadata), float(number))
+        task = asyncio.create_task(dispatcher.run())
+        await asyncio.sleep(2)
+        results = []
+        while (popped := store.pop_result()) is not None:
+            results.append(decode_result(popped))
+        assert sorted(result.status_code or 0 for result in results) == [200] * 4
+        assert dispatcher.features.counts == {"red": 2, "blue": 1}
+        assert dispatcher.features.leases == {}
+        dispatcher.drain(1.0)
+        await task
+
+    run_in_virtual_time(main(), start=2.0)
+    tenants = {name: headers.get("x-tenant") for name, headers in gateway.headers.items()}
+    assert tenants == {"r-0": "red", "r-1": "blue", "r-2": "red", "r-3": None}

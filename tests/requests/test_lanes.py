@@ -1,0 +1,53 @@
+"""Choice of the lane of a request, and the shortened names under which requests wait for their model."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dispatcher.requests.lanes import (
+    CLOSED_LANES,
+    MAX_MODEL_NAME_BYTES,
+    Lane,
+    choose_lane,
+    compute_lane_room,
+    count_losses,
+    shorten_model_name,
+)
+
+
+@pytest.mark.parametrize("deaths", [0, 1, 2, 5])
+def test_waiting_for_a_turn_or_a_model_takes_precedence_over_the_number_of_deaths(deaths: int) -> None:
+    expected = Lane.SUSPECTS if deaths >= 2 else None
+    assert choose_lane(deaths) is expected
+    assert choose_lane(deaths, waits_for_model=True) is Lane.WAITING_FOR_MODEL
+    assert (
+        choose_lane(deaths, waits_for_turn=True)
+        is choose_lane(deaths, waits_for_turn=True, waits_for_model=True)
+        is Lane.SEQUENCED
+    )
+
+
+def test_closed_lanes_have_no_room() -> None:
+    assert compute_lane_room(dict.fromkeys(Lane, 9)) == {
+        lane: 0 if lane in CLOSED_LANES else 9 for lane in Lane
+    }
+
+
+@given(st.text(st.characters(), max_size=400))
+def test_shortened_model_name_fits_and_is_not_shortened_again(model: str) -> None:
+    shortened = shorten_model_name(model)
+    assert len(shortened.encode()) <= MAX_MODEL_NAME_BYTES
+    assert shorten_model_name(shortened) == shortened
+    if "?" not in shortened:
+        assert model.startswith(shortened)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=MAX_MODEL_NAME_BYTES // 4))
+def test_model_name_that_fits_is_unchanged(model: str) -> None:
+    assert shorten_model_name(model) == model
+
+
+def test_losses_count_from_the_second_death_on() -> None:
+    assert [count_losses(deaths) for deaths in range(5)] == [0, 0, 0, 1, 2]

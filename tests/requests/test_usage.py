@@ -1,0 +1,46 @@
+"""Token counts that an answer reports."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dispatcher.requests.usage import MAX_TOKENS, MAX_USAGE_BODY_BYTES, parse_token_usage
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (b'{"usage":{"prompt_tokens":7,"completion_tokens":12,"total_tokens":19}}', (7, 12)),
+        (b'{"object":"list","usage":{"prompt_tokens":7,"total_tokens":7}}', (7, 0)),
+        (b'{"usage":{"input_tokens":5,"output_tokens":6}}', (5, 6)),
+        (b'{"usage":{"prompt_tokens":7,"completion_tokens":null}}', (7, 0)),
+        (b'{"usage":null}', (0, 0)),
+        (b'{"id":"x"}', (0, 0)),
+        (b"", (0, 0)),
+        (b"data: {}\n\n", (0, 0)),
+        (b"[1,2]", (0, 0)),
+        (b'{"usage":{"prompt_tokens":"many"}}', (0, 0)),
+        (b'{"usage":{"prompt_tokens":-4,"completion_tokens":1e999}}', (0, 0)),
+        (b'{"usage":{"prompt_tokens":99999999999999999999999,"completion_tokens":3}}', None),
+        (b'{"usage":{"prompt_tokens":9999999999,"completion_tokens":3}}', (MAX_TOKENS, 3)),
+        (b"[" * 100_000, (0, 0)),
+    ],
+)
+def test_token_counts_are_read_from_the_answer(body: bytes, expected: tuple[int, int] | None) -> None:
+    usage = parse_token_usage(body)
+    assert usage == expected if expected is not None else 0 <= usage[0] <= MAX_TOKENS
+
+
+def test_usage_of_a_too_long_answer_is_not_read() -> None:
+    body = b'{"usage":{"prompt_tokens":7,"completion_tokens":12},"x":"%s"}'
+    assert parse_token_usage(body % (b"x" * 1000)) == (7, 12)
+    assert parse_token_usage(body % (b"x" * MAX_USAGE_BODY_BYTES)) == (0, 0)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_parsed_without_an_error(body: bytes) -> None:
+    prompt_tokens, completion_tokens = parse_token_usage(body)
+    assert 0 <= prompt_tokens <= MAX_TOKENS
+    assert 0 <= completion_tokens <= MAX_TOKENS

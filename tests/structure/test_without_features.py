@@ -1,0 +1,128 @@
+"""The program works without the folder of a feature: its tests pass, and it serves requests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from dispatcher import features
+from tests.paths import ROOT
+
+REMOVABLE = ("slices", "batch_files", "named_streams")
+NOT_REMOVABLE_YET = {
+    "sequences": "the queue's contract, its scripts and the parser of requests know turns",
+    "models": "the pipeline always has a model router, and the queue's contract has the model registry",
+    "merging": "the pipeline always has a merger, and parsers of JSON are in its folder",
+}
+"""Reason why the program does not start without a feature."""
+QUICK_TESTS = ("tests/kernel/test_admission.py", "tests/queue/test_lua_scripts.py")
+KERNEL_TESTS = (
+    *QUICK_TESTS,
+    "tests/kernel/test_attempts.py",
+    "tests/kernel/test_flush.py",
+    "tests/kernel/test_loop.py",
+    "tests/limit/test_limiter.py",
+    "tests/requests/test_request.py",
+    "tests/requests/outcomes/test_outcome.py",
+    "tests/requests/outcomes/test_judge.py",
+    "tests/client/test_results.py",
+)
+SERVING_TEST = (
+    "tests/scenarios/test_crash.py::test_killed_dispatcher_loses_no_request_and_answers_none_twice[short]"
+)
+"""Test that serves 200 requests with real processes, and kills the dispatcher meanwhile."""
+IMPORT_EVERYTHING = """
+import importlib, pkgutil, sys
+import dispatcher
+for module in pkgutil.walk_packages(dispatcher.__path__, "dispatcher."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+print(dispatcher.__path__[0], *dispatcher.features.FEATURES)
+"""
+START_WITHOUT = """
+import sys
+sys.modules["dispatcher.features." + sys.argv[1]] = None
+import dispatcher.service.service
+"""
+together_and_alone = pytest.mark.parametrize(
+    "removed", [*((each,) for each in REMOVABLE), REMOVABLE], ids=" and ".join
+)
+
+
+def copy_tree(target: Path, removed: Sequence[str]) -> Path:
+    """Copy program and tests without the folders of some features."""
+    for folder in ("dispatcher", "tests"):
+        skipped = {ROOT / folder / "features" / each for each in removed}
+        shutil.copytree(
+            ROOT / folder,
+            target / folder,
+            ignore=lambda path, names, skipped=skipped: {
+                name for name in names if name == "__pycache__" or Path(path, name) in skipped
+            },
+        )
+    shutil.copy(ROOT / "pyproject.toml", target)
+    return target
+
+
+def run_python(tree: Path, *arguments: str, timeout_s: float) -> str:
+    """Run Python with the copied tree, and return what it prints. Fails if the exit code is not 0."""
+    # Without the variables of this test run, which pytest and its plugins would take for their own.
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=tree,
+        env=environ | {"PYTHONPATH": str(tree), "COLUMNS": "200"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
+    return done.stdout
+
+
+def run_tests(tree: Path, *tests: str, timeout_s: float) -> None:
+    output = run_python(
+        tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests, timeout_s=timeout_s
+    )
+    assert " passed" in output, output
+
+
+def test_every_feature_can_be_removed_or_has_a_reason() -> None:
+    assert sorted([*REMOVABLE, *NOT_REMOVABLE_YET]) == sorted(features.ORDER)
+
+
+@pytest.mark.parametrize("feature", NOT_REMOVABLE_YET)
+def test_feature_with_a_reason_cannot_be_removed_yet(feature: str) -> None:
+    """If it can be removed, it belongs to REMOVABLE."""
+    with pytest.raises(AssertionError, match=rf"ModuleNotFoundError.*dispatcher\.features\.{feature}"):
+        run_python(ROOT, "-c", START_WITHOUT, feature, timeout_s=60)
+
+
+@pytest.mark.timeout(400)
+def test_tree_without_all_removable_features_has_no_trace_of_them(tmp_path: Path) -> None:
+    tree = copy_tree(tmp_path, REMOVABLE)
+    imported_from, *present = run_python(tree, "-c", IMPORT_EVERYTHING, timeout_s=60).split()
+    assert imported_from == str(tree / "dispatcher")
+    assert present == [*NOT_REMOVABLE_YET]
+    verbs = run_python(tree, "-m", "dispatcher", "--help", timeout_s=60)
+    assert "submit" in verbs
+    assert "streams" not in verbs
+    assert "--file" not in run_python(tree, "-m", "dispatcher", "submit", "--help", timeout_s=60)
+    run_tests(tree, *QUICK_TESTS, timeout_s=200)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@together_and_alone
+def test_tree_without_features_passes_the_tests_of_the_kernel_and_serves_requests(
+    tmp_path: Path, removed: tuple[str, ...]
+) -> None:
+    run_tests(copy_tree(tmp_path, removed), *KERNEL_TESTS, SERVING_TEST, timeout_s=800)
