@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -63,7 +64,9 @@ class Finding:
     query: Query
     problem: str
     """`no data`, `negative`, or the error message of Prometheus."""
-    missing_series: frozenset[str]
+    series: frozenset[str] = frozenset()
+    """Series of an expression that returns nothing."""
+    missing_series: frozenset[str] = frozenset()
     """Series of the expression without any sample, which explains why it returns nothing."""
 
 
@@ -182,14 +185,17 @@ class Prometheus:
         """Run the queries, by default every expression of dashboard, rules and runbook, and return their
         problems.
 
-        An alert that returns nothing is no problem, unless a series that it names does not exist.
+        An alert that returns nothing is no problem, unless a series that it names does not exist. A query with
+        a problem is repeated: on a busy machine a scrape may fail, and its series are then gone for a moment.
         """
-        interval = (
-            [*self.list_panel_queries(), *self.list_rule_queries(), *list_runbook_queries()]
-            if queries is None
-            else queries
-        )
-        return list(self._find_problems(interval, variables))
+        if queries is None:
+            queries = [*self.list_panel_queries(), *self.list_rule_queries(), *list_runbook_queries()]
+        findings = list(self._find_problems(queries, variables))
+        for _ in range(5):
+            if findings:
+                time.sleep(self.scrape_s)
+                findings = list(self._find_problems([found.query for found in findings], variables))
+        return findings
 
     def _find_problems(self, queries: Sequence[Query], variables: Mapping[str, str]) -> Iterator[Finding]:
         intervals = {"__rate_interval": f"{max(4, 4 * self.scrape_s):g}s", **variables}
@@ -198,17 +204,16 @@ class Prometheus:
             try:
                 found = self.query(expr)
             except ValueError as error:
-                yield Finding(query, str(error), frozenset())
+                yield Finding(query, str(error))
                 continue
             if any(sample.value < 0 for sample in found) and not any(each in expr for each in SIGNED_PARTS):
-                yield Finding(query, "negative", frozenset())
+                yield Finding(query, "negative")
             if any(not math.isnan(sample.value) for sample in found):
                 continue
-            missing_series = frozenset(
-                s.name for s in parse_expression(expr).selectors if not self.query(f"count({s.name})")
-            )
+            series = frozenset(selector.name for selector in parse_expression(expr).selectors)
+            missing_series = frozenset(name for name in series if not self.query(f"count({name})"))
             if missing_series or not is_empty_when_healthy(query):
-                yield Finding(query, "no data", missing_series)
+                yield Finding(query, "no data", series, missing_series)
 
     def _is_ready(self) -> bool:
         try:

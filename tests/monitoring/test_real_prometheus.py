@@ -47,7 +47,7 @@ ABSENT_SERIES = {
     "batch_dispatcher_merge_gain",  # no request matches a rule
     "batch_dispatcher_merge_off",
     "batch_dispatcher_merge_size",
-    "batch_dispatcher_picker_max_concurrency",
+    "batch_dispatcher_picker_max_concurrency",  # appears when enough pages of the picker agree
     "batch_dispatcher_per_endpoint",  # max_sys is set
     "batch_dispatcher_sequences_active_by_model",  # no sequence has settings of its own
     "batch_dispatcher_sequences_parked_by_model",
@@ -55,7 +55,7 @@ ABSENT_SERIES = {
     "batch_dispatcher_watch_endpoints",  # no cluster
     "batch_dispatcher_watch_stale_seconds",
 }
-"""Series for which a dispatcher with the stand-in has no value."""
+"""Series for which a dispatcher with the stand-in has no value, or has one from some time on only."""
 
 
 STATUS_WITH_ALL_VALUES = replace(
@@ -130,7 +130,7 @@ def test_every_expression_returns_data_of_a_working_dispatcher(stage: Stage, tmp
     )
     missing = {name for name, is_present in present.items() if not is_present}
     assert missing <= ABSENT_SERIES, missing
-    assert [found for found in findings if not found.missing_series & ABSENT_SERIES] == []
+    assert [found for found in findings if not found.series & ABSENT_SERIES] == []
     assert [found.problem.partition(":")[0] for found in wrong_findings] == [
         "no data",
         "negative",
@@ -164,9 +164,6 @@ def test_every_expression_returns_data_if_all_values_are_known(tmp_path: Path) -
         for name in load_recorded_expressions():
             prometheus.wait_for(name)
         findings = prometheus.check_queries(pool=POOL, namespace="batch", instance="a|b")
-        for _ in range(5):
-            if findings:  # on a busy machine a scrape may fail, and its series are then gone for a moment
-                findings = prometheus.check_queries(pool=POOL, namespace="batch", instance="a|b")
         assert findings == []
         (utilization,) = [
             query for query in prometheus.list_panel_queries() if query.location == "panel Utilization"
