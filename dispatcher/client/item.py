@@ -163,7 +163,7 @@ def build_submission(item: Item, token: str, *, queue: str, results: str) -> Sub
                 headers=item.headers,
                 metadata=metadata,
                 labels=item.labels,
-                sequence=_make_turn(item.sequence),
+                extra=_make_turn(item.sequence),
             )
     except UnicodeEncodeError as error:
         raise ValueError("the request holds a lone surrogate, which is no character") from error

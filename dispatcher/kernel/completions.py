@@ -116,7 +116,7 @@ def build_rejection(lease: Lease, rejection: Rejection) -> Settlement | DeadLett
         request_id=rejection.id,
         request_token=rejection.token,
         result_class=rejection.code,
-        extra=_build_turn_end(rejection.id, rejection.sequence, f"{rejection.code}: {rejection.message}"),
+        extra=_build_turn_end(rejection.id, rejection.extra, f"{rejection.code}: {rejection.message}"),
     )
 
 
@@ -206,7 +206,7 @@ def _build_dead_letter(lease: Lease, request: Request, decision: MoveToDeadLette
 
 
 def _build_settlement(lease: Lease, request: Request, result: bytes, code: str, failure: str) -> Settlement:
-    turn = _build_turn_end(request.id, request.sequence, failure)
+    turn = _build_turn_end(request.id, request.extra, failure)
     return Settlement(lease, result, request.results, request.id, request.token, code, turn)
 
 

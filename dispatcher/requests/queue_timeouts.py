@@ -72,7 +72,7 @@ def decide_after_wait(
         why = f"claimed {waited_s:.1f} s after its submission, and {rule.setting} is {rule.timeout_s:g} s"
         return RejectTimedOut(why)
     # The order inside a sequence is fixed, and the next requests wait for this one.
-    if request.sequence is not None:
+    if request.extra is not None:
         return None
     # The score shows that a request was moved before, so that it is moved only once, whichever process claims
     # it. Other producers may use scores beyond those of all priorities.

@@ -74,8 +74,8 @@ class Request(msgspec.Struct, frozen=True):
     correlation_id: str = ""
     retry_count: int = 0
     """Value that the producer wrote. The queue counts attempts separately."""
-    sequence: Turn | None = None
-    """Turn in a sequence. `None` if the request belongs to no sequence."""
+    extra: Turn | None = None
+    """What a feature has read from the member. `None` for a plain request."""
     affinity: Affinity | None = None
     """Model server that the request needs, set by the dispatcher. Members do not contain it."""
     version: str = ""
@@ -99,8 +99,9 @@ class Rejection(msgspec.Struct, frozen=True):
     id: str | None = None
     token: str = ""
     results: str = ""
-    sequence: Turn | None = None
-    """Turn of the request, if it is unambiguous: the next request of the sequence waits for its end."""
+    extra: Turn | None = None
+    """What a feature has read from the member, if it is unambiguous: others may wait for the end of the
+    request."""
 
 
 class _Internal(msgspec.Struct):
@@ -186,9 +187,7 @@ def parse_member(member: bytes, *, max_payload_bytes: int | None = None) -> Requ
         return _build_rejection(member, "nested too deeply")
     if max_payload_bytes is not None and len(request.payload) > max_payload_bytes:
         why = f"data.payload: {len(request.payload)} bytes, at most {max_payload_bytes} are accepted"
-        return Rejection(
-            ErrorCode.TOO_LARGE, why, request.id, request.token, request.results, request.sequence
-        )
+        return Rejection(ErrorCode.TOO_LARGE, why, request.id, request.token, request.results, request.extra)
     return request
 
 
@@ -394,7 +393,7 @@ def encode_member(
     queue: str = "",
     queue_id: str = "",
     correlation_id: str = "",
-    sequence: Turn | None = None,
+    extra: Turn | None = None,
 ) -> bytes:
     """Return the member for a request. Raise `ValueError` if `parse_member` would reject it.
 
@@ -417,7 +416,7 @@ def encode_member(
         "metadata": metadata,
         "headers": headers,
         "endpoint": endpoint,
-        "sequence": None if sequence is None else replace(sequence, owner="", submitted_at=0.0, override=""),
+        "sequence": None if extra is None else replace(extra, owner="", submitted_at=0.0, override=""),
     }
     member = _encode(
         {

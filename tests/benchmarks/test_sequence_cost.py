@@ -73,7 +73,7 @@ class SequenceBenchmark:
                     ]
                 )
                 turn_data = Turn(f"{self.run_count}-{sequence}", turn) if in_sequences else None
-                members[encode_member(name, b'{"prompt":"hi"}', deadline, sequence=turn_data)] = deadline
+                members[encode_member(name, b'{"prompt":"hi"}', deadline, extra=turn_data)] = deadline
         return members
 
     def run(self, *, in_sequences: bool) -> Costs:

@@ -415,14 +415,14 @@ async def add_requests(environment: Environment) -> None:
 
 async def add_sequences(queue: OwnerAndAdmin) -> None:
     """Add an idle sequence, and a held one with a waiting request."""
-    member = encode_member("alone", b"{}", LATER, sequence=Turn("chat-8", 0))
+    member = encode_member("alone", b"{}", LATER, extra=Turn("chat-8", 0))
     await queue.submit([Submission(member, LATER)])
     (lease,) = (await claim(queue, 1)).leases
     await queue.claim_turns([(lease, Turn("chat-8", 0))], SequenceTerms())
     await queue.settle([Settlement(lease, encode_answer("alone", 200, b"{}"), NAMES.result_list_for_id("x"))])
     for index in range(2):
         turn = Turn("chat-7", index)
-        member = encode_member(f"chat-{index}", b"{}", LATER, token=f"token-{index}", sequence=turn)
+        member = encode_member(f"chat-{index}", b"{}", LATER, token=f"token-{index}", extra=turn)
         await queue.submit([Submission(member, LATER, f"chat-{index}", f"token-{index}", LATER)])
     leases = (await claim(queue, 2)).leases
     terms = SequenceTerms(on_error=OnError.HOLD)

@@ -31,9 +31,9 @@ def get_turn(lease: Lease, terms: SequenceTerms = TERMS) -> Turn:
     """Return the turn of a request, with the override for its model."""
     request = parse_member(lease.member)
     assert isinstance(request, Request)
-    assert request.sequence is not None
+    assert request.extra is not None
     override = terms.match_override(parse_model(request.payload))
-    return msgspec.structs.replace(request.sequence, override=override)
+    return msgspec.structs.replace(request.extra, override=override)
 
 
 def get_granted_turns(reply: EndAndClaimResult) -> list[TurnGranted]:

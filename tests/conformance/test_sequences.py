@@ -927,8 +927,8 @@ async def expire_waiting_request(queue: Queue, name: str, **left: Any) -> None:
         request = parse_member(one.member)
         assert isinstance(request, Request)
         if request.id == name:
-            assert request.sequence is not None
-            end = TurnEnd(request.sequence, **left)
+            assert request.extra is not None
+            end = TurnEnd(request.extra, **left)
             result = b'{"id":"%s"}' % name.encode()
             assert await queue.settle_unleased([(one, Settlement(NO_LEASE, result, "", extra=end))]) == 1
             return

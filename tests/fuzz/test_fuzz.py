@@ -80,7 +80,7 @@ MEMBER = encode_member(
     token="t",
     results="batch-results:a",
     labels={"a": "b"},
-    sequence=Turn("chat-7", 3, last=True, on_error=OnError.HOLD),
+    extra=Turn("chat-7", 3, last=True, on_error=OnError.HOLD),
 )
 NOW = 1_900_000_000.0
 

@@ -194,7 +194,7 @@ async def submit_all_kinds(scene: Scene) -> set[str]:
 
     def add(request_id: str, body: Mapping[str, Any], endpoint: str = "", turn: Turn | None = None) -> None:
         payload = msgspec.json.encode(body)
-        member = encode_member(request_id, payload, deadline, token="t", endpoint=endpoint, sequence=turn)
+        member = encode_member(request_id, payload, deadline, token="t", endpoint=endpoint, extra=turn)
         members.append((request_id, member))
 
     for number in range(3):

@@ -39,7 +39,7 @@ class SequenceGateway(AnsweringGateway):
         self, request: Request, *, token: str, deadline: float, may_send: object
     ) -> AttemptResult:
         sent_at = asyncio.get_running_loop().time()
-        sequence_id = request.sequence.id if request.sequence else ""
+        sequence_id = request.extra.id if request.extra else ""
         self.sent.append(request.id)
         self.requests.append(request)
         self.running_by_sequence[sequence_id] = self.running_by_sequence.get(sequence_id, 0) + 1
@@ -59,7 +59,7 @@ class SequenceGateway(AnsweringGateway):
         return [
             request.id
             for request in self.requests
-            if request.sequence is not None and request.sequence.id == sequence_id
+            if request.extra is not None and request.extra.id == sequence_id
         ]
 
 
@@ -68,7 +68,7 @@ async def submit_turns(scene: Scene, turns: Sequence[tuple[str, Turn | None]], b
     await scene.store.submit(
         [
             Submission(
-                encode_member(request_id, body, deadline, token="t", sequence=turn),
+                encode_member(request_id, body, deadline, token="t", extra=turn),
                 float(deadline),
                 request_id,
                 "t",

@@ -138,7 +138,7 @@ def test_request_that_needs_every_stage_waits_for_the_queue_twice() -> None:
             b'{"model":"qwen"}',
             results="batch-results:mine",
             labels={"job": "one"},
-            sequence=Turn("chat", 0),
+            extra=Turn("chat", 0),
         )
         await asyncio.sleep(3)
         assert set(bench.queue.call_counts) == CALLS_AFTER_CLAIM, "every stage asked the queue"

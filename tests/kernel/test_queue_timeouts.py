@@ -112,8 +112,8 @@ def test_rejected_request_of_a_sequence_counts_as_its_failure() -> None:
         await asyncio.sleep(100)
         await submit_and_wait(
             scene,
-            make_submission("first", 42, sequence=Turn("chat", 0)),
-            make_submission("second", 5, within_s=10**6 + 1, sequence=Turn("chat", 1)),
+            make_submission("first", 42, extra=Turn("chat", 0)),
+            make_submission("second", 5, within_s=10**6 + 1, extra=Turn("chat", 1)),
         )
         results = await read_results(scene)
         assert results["first"]["error_code"] == ErrorCode.DEADLINE_EXCEEDED

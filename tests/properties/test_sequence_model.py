@@ -640,9 +640,9 @@ def remove_times(one: SequenceSnapshot | None) -> SequenceSnapshot | None:
 def parse_turn(member: bytes, terms: SequenceTerms = TERMS) -> Turn | None:
     """Return the turn of a member, with the override for its model."""
     request = parse_member(member)
-    if not isinstance(request, Request) or request.sequence is None:
+    if not isinstance(request, Request) or request.extra is None:
         return None
-    return structs.replace(request.sequence, override=terms.match_override(parse_model(request.payload)))
+    return structs.replace(request.extra, override=terms.match_override(parse_model(request.payload)))
 
 
 COUNTERS = ("held", "released", "aborted", "cancelled", "gaps")

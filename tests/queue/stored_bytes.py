@@ -221,7 +221,7 @@ async def _submit_requests(recorder: Recorder) -> None:
     await submit("refused", CHAT, endpoint="/v1/chat/completions", correlation_id="c-1")
     await submit("dead", CHAT)
     for name, turn in TURNS.items():
-        await submit(name, CHAT, sequence=turn)
+        await submit(name, CHAT, extra=turn)
     await submit("sliced", CHAT)
     await submit("restarted", CHAT)
     await submit("waits", CHAT, results="batch:other-results")

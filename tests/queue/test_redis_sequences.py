@@ -25,9 +25,9 @@ MINE, THEIRS = "a secret of mine, all mine", "a secret of theirs, theirs"
 async def next_turn(queue: OwnerAndAdmin, secret: str) -> TurnDecision:
     """Submit one more request and return the decision on its turn. If it is granted, the request ends at
     once."""
-    turn = parse_member(encode_member("r", b"{}", NEVER, sequence=Turn("s", secret=secret))).sequence
+    turn = parse_member(encode_member("r", b"{}", NEVER, extra=Turn("s", secret=secret))).extra
     assert turn is not None
-    await queue.backend.scripts.client.zadd(NAMES.queue, {encode_member("r", b"{}", NEVER, sequence=turn): 1})
+    await queue.backend.scripts.client.zadd(NAMES.queue, {encode_member("r", b"{}", NEVER, extra=turn): 1})
     (lease,) = (await claim(queue)).leases
     (verdict,) = (await queue.claim_turns([(lease, turn)], SequenceTerms())).decisions
     end = TurnEnd(turn, conversation=b"[]") if isinstance(verdict, TurnGranted) else None

@@ -67,7 +67,7 @@ def test_request_at_the_end_of_the_queue_is_not_delayed_again(score: float) -> N
 
 
 def test_request_of_a_sequence_is_rejected_but_never_delayed() -> None:
-    request = make_request(sequence=Turn("s"))
+    request = make_request(extra=Turn("s"))
     assert decide_after_wait(make_rule("delay"), request, 0.0, SUBMITTED_AT + 31) is None
     assert isinstance(decide_after_wait(make_rule(), request, 0.0, SUBMITTED_AT + 31), RejectTimedOut)
 

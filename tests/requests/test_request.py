@@ -374,7 +374,7 @@ def test_turn_belongs_to_the_result_list_and_was_submitted_when_the_request_was_
     fields: str, turn: Turn | None
 ) -> None:
     text = build_member(f'{{"id":"r","created":{CREATED},"deadline":1,"payload":{{}},{fields}}}')
-    assert parse_accepted(text).sequence == turn
+    assert parse_accepted(text).extra == turn
 
 
 def test_exact_time_of_submission_is_that_in_the_token() -> None:
@@ -383,16 +383,16 @@ def test_exact_time_of_submission_is_that_in_the_token() -> None:
         f'{{"id":"r","created":{CREATED},"deadline":1,"payload":{{}},"sequence":{{"id":"s"}}}}',
         internal=f'"internal":{{"request_token":"{token}"}}'.encode(),
     )
-    turn = parse_accepted(text).sequence
+    turn = parse_accepted(text).extra
     assert turn is not None
     assert turn.submitted_at == pytest.approx(CREATED + 0.25, abs=1e-5)
     text = build_member('{"id":"r","created":100000000000,"deadline":1,"payload":{},"sequence":{"id":"s"}}')
-    assert parse_accepted(text).sequence == Turn("s", owner=OWNER)
+    assert parse_accepted(text).extra == Turn("s", owner=OWNER)
 
 
 def test_sequence_id_of_too_many_bytes_is_rejected() -> None:
     text = '{"id":"r","deadline":1,"payload":{},"sequence":{"id":"%s"}}'
-    assert parse_accepted(build_member(text % ("é" * 128))).sequence is not None
+    assert parse_accepted(build_member(text % ("é" * 128))).extra is not None
     assert (
         "data.sequence.id: longer than 256 bytes" in parse_rejected(build_member(text % ("é" * 129))).message
     )

@@ -34,7 +34,7 @@ def submit_sequences(producer: Producer, sequences: int, turns: int) -> None:
             request_id = f"s{sequence}-{turn}"
             place = Turn(f"s{sequence}", turn, last=turn == turns - 1)
             body = json.dumps({"inputs": tensors}).encode()
-            members[encode_member(request_id, body, deadline, endpoint=PATH, sequence=place)] = deadline
+            members[encode_member(request_id, body, deadline, endpoint=PATH, extra=place)] = deadline
             producer.submitted.append(request_id)
     producer.add_members(members)
 

@@ -117,7 +117,7 @@ class MixedVersions:
         fields = {"model": "m", "temperature": 0, "max_tokens": max_tokens, "prompt": prompt}
         payload = self.payloads[request_id] = msgspec.json.encode({**fields, "ignore_eos": True})
         return encode_member(
-            request_id, payload, int(time.time()) + 3600, endpoint=COMPLETIONS, sequence=sequence
+            request_id, payload, int(time.time()) + 3600, endpoint=COMPLETIONS, extra=sequence
         )
 
     def kill_amid_requests(self, dispatcher: Dispatcher) -> None:

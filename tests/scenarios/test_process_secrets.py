@@ -60,7 +60,7 @@ def test_log_and_traces_contain_no_payload_token_or_secret(stage: Stage, tmp_pat
                     2,
                     payload,
                     prefix="turn",
-                    sequence=Turn("chat", secret="the-secret-of-a-sequence-must-not-show"),
+                    extra=Turn("chat", secret="the-secret-of-a-sequence-must-not-show"),
                     metadata={"traceparent": PARENT},
                 )
                 stage.producer.wait_for_all(timeout_s=20)  # from now on the gateway counts as verified

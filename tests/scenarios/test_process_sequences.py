@@ -35,7 +35,7 @@ def submit_shuffled(producer: Producer, sequences: int, turns: int, prefix: str 
             f"{prefix}{sequence}-{turn}",
             b'{"prompt":"hi"}',
             deadline,
-            sequence=Turn(f"{prefix}{sequence}", turn),
+            extra=Turn(f"{prefix}{sequence}", turn),
         ): deadline
         for sequence in range(sequences)
         for turn in range(turns)
@@ -144,9 +144,7 @@ def submit_turn(producer: Producer, conversations: int, turn: int) -> None:
         answer = {"body": json.dumps({"choices": [{"message": message}]})}
         body = json.dumps({"messages": [{"role": "user", "content": text}], "sim": answer}).encode()
         members[
-            encode_member(
-                id_, body, deadline, sequence=Turn(f"c{conversation}", turn, carry=CarryMode.MESSAGES)
-            )
+            encode_member(id_, body, deadline, extra=Turn(f"c{conversation}", turn, carry=CarryMode.MESSAGES))
         ] = deadline
     producer.add_members(members)
     producer.wait_for_all(ids)
@@ -206,7 +204,7 @@ def add_requests(producer: Producer, *turns: Turn, failing_index: int = -1) -> N
             f"{turn.id}-{turn.index}",
             FAILING_BODY if turn.index == failing_index else b'{"prompt":"hi"}',
             deadline,
-            sequence=turn,
+            extra=turn,
         ): deadline
         for turn in turns
     }
@@ -315,9 +313,7 @@ def test_conversations_of_the_responses_api_continue_by_response_id(stage: Stage
             for name in "ab":
                 body = json.dumps({"model": "m", "input": f"{name}{turn}"}).encode()
                 place = Turn(name, turn)
-                data = encode_member(
-                    f"{name}-{turn}", body, deadline, endpoint="/v1/responses", sequence=place
-                )
+                data = encode_member(f"{name}-{turn}", body, deadline, endpoint="/v1/responses", extra=place)
                 producer.add_members({data: deadline})
             producer.wait_for_all([f"{name}-{turn}" for name in "ab"], timeout_s=30)
         assert producer.count_results() == {"200": 8}
@@ -360,7 +356,7 @@ def test_sequences_use_the_pool_as_fully_as_other_requests(
                 sort_keys = (f"{sequence:05}", f"{turn:03}")
                 id_ = "-".join([name, *(sort_keys if queue_order == "sequences" else sort_keys[::-1])])
                 turn_data = Turn(f"{name}-{sequence}", turn) if ordered else None
-                members[encode_member(id_, b'{"prompt":"hi"}', deadline, sequence=turn_data)] = deadline
+                members[encode_member(id_, b'{"prompt":"hi"}', deadline, extra=turn_data)] = deadline
         arrived = len(producer.collect())
         started_at = time.monotonic()
         producer.add_members(dict(members))

@@ -37,7 +37,7 @@ class RestrictedProducer:
     def submit(self, name: str, request: RequestData, turn: Turn | None, **more: Any) -> None:
         body, path = request
         deadline = int(time.time()) + 3600
-        options = {"results": self.results, "endpoint": path, "sequence": turn, **more}
+        options = {"results": self.results, "endpoint": path, "extra": turn, **more}
         member = encode_member(name, json.dumps(body).encode(), deadline, **options)
         self._redis.zadd(NAMES.queue, {member: deadline})
 

@@ -321,7 +321,7 @@ class FileJob:
             if options.slicing and parsed.slicing
             else {**options.metadata, **ONE_CALL},
             labels={**options.labels, "file": self._journal.facts.job},
-            sequence=None if parsed.turn is None else build_turn(parsed.turn, line.index, line.is_last),
+            extra=None if parsed.turn is None else build_turn(parsed.turn, line.index, line.is_last),
         )
         return Submission(member, compute_score(deadline, options.priority), request_id, token, deadline)
 

@@ -201,7 +201,7 @@ class MergedCall:
         self.units = 1 if target.rule.unit_per_call else units
         self.in_flight_units = target.in_flight_units = target.in_flight_units + self.units
         if target.rule.merge_sequences:
-            sequences = [member.request.sequence for member in self.members]
+            sequences = [member.request.extra for member in self.members]
             self.turns = sum(turn is not None and not turn.last for turn in sequences)
             target.in_flight_turns += self.turns
 

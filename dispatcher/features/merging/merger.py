@@ -112,7 +112,7 @@ class RequestMerger(LeasePart):
         """
         path = request.endpoint or self._context.options.default_path
         rule = self.targets.find_rule(path)
-        if rule is None or (request.sequence is not None and not _can_merge_sequence(rule, request)):
+        if rule is None or (request.extra is not None and not _can_merge_sequence(rule, request)):
             return ""
         part = shapes.parse_part(rule.shape, request.payload)
         if isinstance(part, shapes.Unfit):
@@ -277,7 +277,7 @@ class RequestMerger(LeasePart):
     def _get_split_list(self, member: BatchMember) -> SplitList | None:
         """Return the split list of a member. `None` if its list is not too long, or must not be cut because
         the server keeps the state of its sequence."""
-        if member.request.sequence is not None:
+        if member.request.extra is not None:
             return None
         return self._partial_answers.take_answers(member) or split_long_list(member)
 
@@ -354,7 +354,7 @@ class RequestMerger(LeasePart):
                     many = f"{len(call.members)} requests"
                     why = f"the answer to {many} could not be split: {parts.why}"
                     self._disable_merging(target, why)
-                    if members and members[0].request.sequence is not None:
+                    if members and members[0].request.extra is not None:
                         # The server has taken these turns, so each sequence decides by its own rule.
                         failure = Failed(why, kind=FailureKind.UNUSABLE_ANSWER)
                         return self._handle_failure(members, result.copy_with(outcome=failure))
@@ -471,7 +471,7 @@ class RequestMerger(LeasePart):
     def _start_parity_check(
         self, target: MergeTarget, members: list[BatchMember], answers: AnswersByToken
     ) -> FollowUp:
-        if members and members[0].request.sequence is not None:
+        if members and members[0].request.extra is not None:
             return self._complete_members(members, answers)  # a check would send their turns twice
         # `None` asks for all members.
         check_count = target.size.take_check_count()

@@ -15,10 +15,10 @@ def name_override(request: Request, terms: SequenceTerms, default_path: str) -> 
     `default_path` is the path of requests that name none. The body is only read if there are overrides and
     the request belongs to a sequence.
     """
-    turn = request.sequence
+    turn = request.extra
     if turn is None or not terms.overrides:
         return request
     override = terms.match_override(find_model(request.payload, request.endpoint or default_path))
     if override == turn.override:
         return request
-    return structs.replace(request, sequence=structs.replace(turn, override=override))
+    return structs.replace(request, extra=structs.replace(turn, override=override))

@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 class SequenceNotes(RequestNotes):
     def get_json_fields(self, found_request: FoundRequest, parsed: ParsedRequest) -> dict[str, Any]:
-        return {"sequence": None if parsed.sequence is None else parsed.sequence.id}
+        return {"sequence": None if parsed.extra is None else parsed.extra.id}
 
     def list_details(self, request: Request) -> list[tuple[str, str]]:
-        return [("sequence", request.sequence.id)] if request.sequence else []
+        return [("sequence", request.extra.id)] if request.extra else []
 
     def format_note(self, found_request: FoundRequest, parsed: ParsedRequest) -> str:
         if found_request.location is not RequestLocation.SEQUENCED:
             return ""
-        return "waits for its turn" + ("" if parsed.sequence is None else f" in {parsed.sequence.id}")
+        return "waits for its turn" + ("" if parsed.extra is None else f" in {parsed.extra.id}")
 
     async def explain_obstacle(
         self, admin: RedisQueueAdmin, found_request: FoundRequest, parsed: ParsedRequest
     ) -> str:
-        if found_request.location is not RequestLocation.SEQUENCED or parsed.sequence is None:
+        if found_request.location is not RequestLocation.SEQUENCED or parsed.extra is None:
             return ""
-        base = f"it waits for its turn in the sequence {parsed.sequence.id}"
-        if (sequence := await open_sequences(admin).get_sequence(parsed.sequence.id)) is None:
+        base = f"it waits for its turn in the sequence {parsed.extra.id}"
+        if (sequence := await open_sequences(admin).get_sequence(parsed.extra.id)) is None:
             return base
         # Only the first waiting requests of a sequence are listed.
         index = next(

@@ -85,7 +85,7 @@ class TurnChecker(LeasePart):
         """Return the call to the queue that these requests need. `None` if they need none."""
         unknown = []
         for claimed in requests:
-            if claimed.request.sequence is not None:
+            if claimed.request.extra is not None:
                 # Turns that came with a flush are granted already.
                 granted = None if claimed.extra is None else decode_granted_turn(*claimed.extra)
                 self.leases[claimed.entry.lease.token] = granted
@@ -99,9 +99,7 @@ class TurnChecker(LeasePart):
         access = self._access
         asked_at = access.clock()
         turns = [
-            (claimed.entry.lease, turn)
-            for claimed in requests
-            if (turn := claimed.request.sequence) is not None
+            (claimed.entry.lease, turn) for claimed in requests if (turn := claimed.request.extra) is not None
         ]
         call = self._calls.claim_turns(turns, self._options.terms)
         reply = await access.call_queue(SequenceStep.CLAIM_TURNS, call)
@@ -124,9 +122,7 @@ class TurnChecker(LeasePart):
     def apply(self, requests: list[ClaimedRequest]) -> list[ClaimedRequest]:
         """Return the requests that belong to no sequence or whose turn is granted, in order. All others are
         removed or completed."""
-        return [
-            claimed for claimed in requests if claimed.request.sequence is None or self._apply_turn(claimed)
-        ]
+        return [claimed for claimed in requests if claimed.request.extra is None or self._apply_turn(claimed)]
 
     def _apply_turn(self, claimed: ClaimedRequest) -> bool:
         """Apply the decision about the turn. Return True if the request continues."""
@@ -161,7 +157,7 @@ class TurnChecker(LeasePart):
         self, entry: InFlightLease, request: Request, granted: TurnGranted
     ) -> Request | CannotContinue:
         """Return the request as it is sent: with headers of the sequence and with its conversation."""
-        turn, options = request.sequence, self._options
+        turn, options = request.extra, self._options
         token_header = self._context.options.token_header.lower()
         assert turn is not None  # noqa: S101 -- its turn is granted
         headers = {options.id_header.lower(): turn.id} if options.id_header else {}

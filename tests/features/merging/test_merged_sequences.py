@@ -124,7 +124,7 @@ class Scene:
                 payload = msgspec.json.encode({"inputs": [encode_values("x", [value])]})
                 place = Turn(name, index, last=index == len(sequence) - 1, **turn)
                 request_id = f"{name}-{index}"
-                member = encode_member(request_id, payload, 10**9, sequence=place, token=request_id)
+                member = encode_member(request_id, payload, 10**9, extra=place, token=request_id)
                 submissions.append(Submission(member, 1e9, request_id, request_id, 10**9))
         await self.store.submit(submissions)
 
@@ -210,7 +210,7 @@ def test_body_that_names_a_sequence_is_refused(body: bytes, turn: Turn | None) -
         await scene.submit(values)
         tensor = msgspec.json.encode([encode_values("x", [1000])])
         payload = body.replace(b"%b", tensor)
-        member = encode_member("foreign", payload, 10**9, sequence=turn, token="t")
+        member = encode_member("foreign", payload, 10**9, extra=turn, token="t")
         await scene.store.submit([Submission(member, 1e9, "foreign", "t", 10**9)])
         await scene.take_results(7)
         check_totals(scene, values)
@@ -357,7 +357,7 @@ def test_sequences_that_may_not_share_a_call_are_sent_unchanged(rule: BatchRule,
 
     async def check(scene: Scene) -> None:
         members = [
-            encode_member(name, payload, 10**9, sequence=Turn(name, 0), token=name) for name in ("a", "b")
+            encode_member(name, payload, 10**9, extra=Turn(name, 0), token=name) for name in ("a", "b")
         ]
         await scene.store.submit([Submission(each, 1e9, "", "", 10**9) for each in members])
         await scene.take_results(2)

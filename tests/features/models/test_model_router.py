@@ -243,7 +243,7 @@ def test_next_request_of_a_sequence_keeps_its_turn_while_it_waits_for_its_model(
                 json.dumps({"model": "night" if n == 1 else "day"}).encode(),
                 deadline,
                 token="t",
-                sequence=Turn("s", n),
+                extra=Turn("s", n),
             )
             for n in range(3)
         ]

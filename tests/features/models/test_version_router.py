@@ -373,11 +373,11 @@ def test_sequence_keeps_its_version() -> None:
 
     async def check(scene: Scene) -> None:
         update_listings(scene, a="qwen-v1")
-        await submit_requests(scene, "s1", sequence=Turn("chat"))
+        await submit_requests(scene, "s1", extra=Turn("chat"))
         await asyncio.sleep(1)
         update_listings(scene, a="qwen-v1 qwen-v2")
-        await submit_requests(scene, "s2", sequence=Turn("chat"))
-        await submit_requests(scene, "t1", sequence=Turn("other"))
+        await submit_requests(scene, "s2", extra=Turn("chat"))
+        await submit_requests(scene, "t1", extra=Turn("other"))
         await asyncio.sleep(2)
         assert gateway.sent_as == {"s1": "qwen-v1", "s2": "qwen-v1", "t1": "qwen-v2"}
 
@@ -390,7 +390,7 @@ def test_waiting_turn_is_sent_to_the_version_that_is_open_when_it_runs() -> None
 
     async def check(scene: Scene) -> None:
         update_listings(scene, a="qwen-v1")
-        await submit_requests(scene, "s1", "s2", sequence=Turn("chat"))
+        await submit_requests(scene, "s1", "s2", extra=Turn("chat"))
         await asyncio.sleep(5)
         assert gateway.sent_as == {"s1": "qwen-v1"}
         update_listings(scene, a="qwen-v2")
@@ -853,8 +853,8 @@ def test_pin_keys_of_jobs_and_sequences_are_short_and_distinct() -> None:
     job = request(labels={"job": "x"})
     assert build_pin_key(terms, job) == build_pin_key(terms, request(labels={"file": "x"}))
     assert build_pin_key(terms, job) != build_pin_key(replace(terms, name="other"), job)
-    assert build_pin_key(terms, request(sequence=Turn("x"))) != build_pin_key(terms, job)
-    sequence_keys = [build_pin_key(terms, request(sequence=Turn("x", owner=owner))) for owner in ("a", "b")]
+    assert build_pin_key(terms, request(extra=Turn("x"))) != build_pin_key(terms, job)
+    sequence_keys = [build_pin_key(terms, request(extra=Turn("x", owner=owner))) for owner in ("a", "b")]
     assert len(set(sequence_keys)) == 2
     assert build_pin_key(terms, request()) == ""
     assert build_pin_key(replace(terms, pin=PinScope.SEQUENCE), job) == ""

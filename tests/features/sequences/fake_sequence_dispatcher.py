@@ -51,7 +51,7 @@ class FakeSequenceDispatcher:
             request = parse_member(lease.member)
             assert isinstance(request, Request)
             claimed.append((lease, request))
-        turns = [(lease, request.sequence) for lease, request in claimed if request.sequence is not None]
+        turns = [(lease, request.extra) for lease, request in claimed if request.extra is not None]
         decisions = {}
         if turns:
             claimed_turns = await retry_while_unavailable(lambda: self.queue.claim_turns(turns, self.terms))
@@ -66,8 +66,8 @@ class FakeSequenceDispatcher:
                 result = encode_failure(request.id, decision.code, decision.why, token=request.token)
                 settlements.append(Settlement(lease, result, request.results, request.id, request.token))
             elif isinstance(decision, TurnGranted) or decision is None:
-                if isinstance(decision, TurnGranted) and request.sequence is not None:
-                    self.indexes.setdefault(request.sequence.id, []).append(decision.index)
+                if isinstance(decision, TurnGranted) and request.extra is not None:
+                    self.indexes.setdefault(request.extra.id, []).append(decision.index)
                 settlements += await self._answer_request(lease, request, answer)
         if settlements:
             await retry_while_unavailable(lambda: self.queue.settle(settlements))
@@ -79,7 +79,7 @@ class FakeSequenceDispatcher:
         (cancelled,) = await retry_while_unavailable(
             lambda: self.queue.check_cancelled([(request.id, request.token)])
         )
-        turn = request.sequence
+        turn = request.extra
         if turn is not None:
             self.answered.setdefault(turn.id, []).append(request.payload)
         result = encode_failure(request.id, ErrorCode.CANCELLED, "cancelled", token=request.token)

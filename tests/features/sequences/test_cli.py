@@ -61,7 +61,7 @@ async def submit_and_claim(queue: OwnerAndAdmin, *indexes: int) -> list[Lease]:
     """Submit `chat-<index>`, claim the requests and check their turns. Return the leases."""
     for index in indexes:
         name, turn = f"chat-{index}", Turn("chat", index)
-        member = encode_member(name, b"{}", LATER, token=f"token-of-{name}", sequence=turn)
+        member = encode_member(name, b"{}", LATER, token=f"token-of-{name}", extra=turn)
         await queue.submit([Submission(member, LATER, name, f"token-of-{name}", LATER)])
     leases = list((await claim(queue)).leases)
     turns = [(lease, Turn("chat", index)) for lease, index in zip(leases, indexes, strict=True)]
@@ -91,7 +91,7 @@ async def test_sequence_with_a_missing_index_is_shown(queue_server: Server, queu
 
 async def test_parked_sequence_is_shown(queue_server: Server, queue: OwnerAndAdmin) -> None:
     await submit_and_claim(queue, 0)
-    await queue.submit([Submission(encode_member("late", b"{}", LATER, sequence=Turn("late", 0)), LATER)])
+    await queue.submit([Submission(encode_member("late", b"{}", LATER, extra=Turn("late", 0)), LATER)])
     leases = (await claim(queue)).leases
     await queue.claim_turns([(leases[0], Turn("late", 0))], replace(TERMS, max_active=1))
     output = (await run_verb(queue_server, "describe", "late")).out
@@ -104,7 +104,7 @@ async def test_sequence_that_waits_for_others_of_its_model_is_shown(
     terms = replace(TERMS, overrides=(SequenceOverride("big-*", max_active=1),))
     turns = [Turn(name, 0, override="big-*") for name in ("first", "second")]
     await queue.submit(
-        [Submission(encode_member(turn.id, b"{}", LATER, sequence=turn), LATER) for turn in turns]
+        [Submission(encode_member(turn.id, b"{}", LATER, extra=turn), LATER) for turn in turns]
     )
     await queue.claim_turns(list(zip((await claim(queue)).leases, turns, strict=True)), terms)
     described = (await run_verb(queue_server, "describe", "second")).out
@@ -184,16 +184,16 @@ async def test_sequence_is_cancelled_with_its_running_requests(
 async def test_sequence_is_cancelled_before_its_first_claim(
     queue_server: Server, queue: OwnerAndAdmin
 ) -> None:
-    earlier = encode_member("early", b"{}", LATER, created=LATER - 2 * 86_400, sequence=Turn("chat", 0))
+    earlier = encode_member("early", b"{}", LATER, created=LATER - 2 * 86_400, extra=Turn("chat", 0))
     await queue.submit([Submission(earlier, LATER, "early", "", LATER)])
     output = await run_verb(queue_server, "cancel", "--sequence", "chat", "--json")
     assert (output.code, json.loads(output.out)) == (
         0,
         {"sequence": "chat", "cancelled": True, "requests": 0},
     )
-    later = encode_member("later", b"{}", LATER, created=LATER, sequence=Turn("chat", 0))
+    later = encode_member("later", b"{}", LATER, created=LATER, extra=Turn("chat", 0))
     await queue.submit([Submission(later, LATER, "later", "", LATER)])
-    turns = [(lease, parse_member(lease.member).sequence) for lease in (await claim(queue)).leases]
+    turns = [(lease, parse_member(lease.member).extra) for lease in (await claim(queue)).leases]
     verdicts = (await queue.claim_turns([(lease, turn) for lease, turn in turns if turn], TERMS)).decisions
     assert [getattr(one, "code", "goes") for one in verdicts] == ["CANCELLED", "goes"]
 
@@ -216,7 +216,7 @@ async def test_secret_of_a_sequence_is_never_shown(queue_server: Server, queue: 
     output = await run_verb(queue_server, "list", "--json")
     (lease,) = (await claim(queue)).leases
     assert secret.encode() in lease.member
-    turn = parse_member(lease.member).sequence
+    turn = parse_member(lease.member).extra
     assert turn is not None
     await queue.claim_turns([(lease, turn)], TERMS)
     shown = [
@@ -241,7 +241,7 @@ async def test_requests_submitted_separately_join_one_sequence(
     for _ in range(2):
         sent = await run_verb(queue_server, "submit", "{}", "--sequence", "chat", "--no-wait")
         assert sent.code == 0
-    turns = [parse_member(lease.member).sequence for lease in (await claim(queue)).leases]
+    turns = [parse_member(lease.member).extra for lease in (await claim(queue)).leases]
     assert len({turn.owner for turn in turns if turn is not None}) == 1
     assert None not in turns
 
@@ -257,7 +257,7 @@ async def test_single_request_joins_a_sequence(queue_server: Server, queue: Owne
 
 async def test_truncated_list_of_sequences_is_marked(queue_server: Server, queue: OwnerAndAdmin) -> None:
     for name in ("a", "b", "c"):
-        member = encode_member(name, b"{}", LATER, sequence=Turn(name, 0))
+        member = encode_member(name, b"{}", LATER, extra=Turn(name, 0))
         await queue.submit([Submission(member, LATER, name, "", LATER)])
     leases = (await claim(queue)).leases
     await queue.claim_turns([(lease, Turn(name)) for lease, name in zip(leases, "abc", strict=True)], TERMS)

@@ -89,8 +89,8 @@ async def test_request_has_the_carry_mode_of_its_sequence(client: BatchClient, q
     for lease in (await claim(queue)).leases:
         request = parse_member(lease.member)
         assert isinstance(request, Request)
-        assert request.sequence is not None
-        carry_modes[request.sequence.id] = request.sequence.carry
+        assert request.extra is not None
+        carry_modes[request.extra.id] = request.extra.carry
     assert carry_modes == {"chat-7": CarryMode.MESSAGES, "chat-8": None}
 
 

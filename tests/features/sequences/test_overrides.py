@@ -28,17 +28,17 @@ BIG = SequenceOverride("big-*", max_active=1)
 def test_override_is_that_of_the_model_in_the_body_or_in_the_path(
     payload: bytes, endpoint: str, override: str
 ) -> None:
-    request = Request("r", 10, payload, endpoint=endpoint, sequence=Turn("s"))
+    request = Request("r", 10, payload, endpoint=endpoint, extra=Turn("s"))
     named = name_override(request, SequenceTerms(overrides=(BIG,)), "")
-    assert named.sequence is not None
-    assert named.sequence.override == override
+    assert named.extra is not None
+    assert named.extra.override == override
 
 
 def test_model_in_the_default_path_counts_for_requests_without_a_path() -> None:
-    request = Request("r", 10, b"{}", sequence=Turn("s"))
+    request = Request("r", 10, b"{}", extra=Turn("s"))
     named = name_override(request, SequenceTerms(overrides=(BIG,)), "/v2/models/big-7b/infer")
-    assert named.sequence is not None
-    assert named.sequence.override == "big-*"
+    assert named.extra is not None
+    assert named.extra.override == "big-*"
 
 
 def test_first_matching_override_applies() -> None:
@@ -50,10 +50,10 @@ def test_first_matching_override_applies() -> None:
 
 
 def test_producer_cannot_choose_the_override() -> None:
-    member = encode_member("r", b"{}", 10**9, sequence=Turn("s", override="big-*"))
+    member = encode_member("r", b"{}", 10**9, extra=Turn("s", override="big-*"))
     assert b"big-" not in member
     forged = member.replace(b'"id":"s"', b'"id":"s","override":"big-*"')
     parsed = parse_member(forged)
     assert isinstance(parsed, Request)
-    assert parsed.sequence is not None
-    assert parsed.sequence.override == ""
+    assert parsed.extra is not None
+    assert parsed.extra.override == ""

@@ -63,7 +63,7 @@ def test_sequence_that_begins_with_an_expired_request_has_the_override_of_its_mo
         if is_paused:
             await scene.store.pause("me", "a test")
         until = int(asyncio.get_running_loop().time()) - 1
-        member = encode_member("late", b'{"model":"big-7b"}', until, token="t", sequence=Turn("late", 0))
+        member = encode_member("late", b'{"model":"big-7b"}', until, token="t", extra=Turn("late", 0))
         await scene.store.submit([Submission(member, float(until), "late", "t", until)])
         await asyncio.sleep(3)
         assert (await read_results(scene))["late"]["error_code"] == "DEADLINE_EXCEEDED"

@@ -45,7 +45,7 @@ async def submit_requests(queue: OwnerAndAdmin, *turns: Turn, first: int = 0) ->
     """Submit requests with the ids `<sequence>.<number>`, and later deadlines for later numbers."""
     for number, turn in enumerate(turns, first):
         until = LATER + number
-        member = encode_member(f"{turn.id}.{number}", b"{}", until, sequence=turn)
+        member = encode_member(f"{turn.id}.{number}", b"{}", until, extra=turn)
         await queue.submit([Submission(member, until)])
 
 
@@ -55,8 +55,8 @@ async def claim_turns(queue: OwnerAndAdmin) -> list[tuple[str, Lease, Turn]]:
     for lease in (await claim(queue)).leases:
         request = parse_member(lease.member)
         assert isinstance(request, Request)
-        assert request.sequence is not None
-        turns.append((request.id, lease, request.sequence))
+        assert request.extra is not None
+        turns.append((request.id, lease, request.extra))
     said = await queue.claim_turns([(lease, turn) for _, lease, turn in turns], TERMS)
     return [
         one for one, verdict in zip(turns, said.decisions, strict=True) if isinstance(verdict, TurnGranted)

@@ -35,14 +35,14 @@ def parse_with(**data: Any) -> Request | Rejection:
 def parse_turn(**data: Any) -> Turn | None:
     parsed = parse_with(**data)
     assert isinstance(parsed, Request), parsed
-    return parsed.sequence
+    return parsed.extra
 
 
 @given(turns)
 def test_encoded_turn_is_parsed_to_the_same_turn(turn: Turn) -> None:
-    parsed = parse_member(encode_member("r", b"{}", 2_000_000_000, sequence=turn))
+    parsed = parse_member(encode_member("r", b"{}", 2_000_000_000, extra=turn))
     assert isinstance(parsed, Request)
-    assert parsed.sequence == turn
+    assert parsed.extra == turn
 
 
 def test_turn_is_parsed_with_all_its_fields() -> None:
@@ -84,7 +84,7 @@ def test_invalid_sequence_is_rejected_with_the_faulty_field(sequence: Any, why: 
     assert isinstance(parsed, Rejection)
     assert parsed.code is ErrorCode.INVALID_REQUEST
     assert parsed.message.startswith(why)
-    assert (parsed.id, parsed.sequence) == ("r-1", None)
+    assert (parsed.id, parsed.extra) == ("r-1", None)
 
 
 SECRET = "a secret of 128 bits"
@@ -97,8 +97,8 @@ def parse_owned_turn(*, results: str = "", token: str = "", **data: Any) -> Turn
         json.dumps({"internal": internal, "request_kind": "redis", "data": fields}).encode()
     )
     assert isinstance(parsed, Request), parsed
-    assert parsed.sequence is not None
-    return parsed.sequence
+    assert parsed.extra is not None
+    return parsed.extra
 
 
 def test_owner_of_a_sequence_is_its_secret_or_else_the_result_list() -> None:
@@ -134,9 +134,9 @@ def test_default_result_list_is_the_same_owner_whether_named_or_not() -> None:
 
 def test_secret_is_in_the_member_but_not_in_any_representation() -> None:
     turn = parse_owned_turn(sequence={"id": "s", "secret": SECRET})
-    assert SECRET.encode() in encode_member("r", b"{}", 2_000_000_000, sequence=turn)
-    assert b"owner" not in encode_member("r", b"{}", 2_000_000_000, sequence=turn)
-    shown = repr(TurnEnd(turn)) + repr(parse_member(encode_member("r", b"{}", 2_000_000_000, sequence=turn)))
+    assert SECRET.encode() in encode_member("r", b"{}", 2_000_000_000, extra=turn)
+    assert b"owner" not in encode_member("r", b"{}", 2_000_000_000, extra=turn)
+    shown = repr(TurnEnd(turn)) + repr(parse_member(encode_member("r", b"{}", 2_000_000_000, extra=turn)))
     assert SECRET not in shown
     assert SECRET not in turn.owner
 
@@ -144,13 +144,13 @@ def test_secret_is_in_the_member_but_not_in_any_representation() -> None:
 def test_requeued_dead_request_keeps_its_secret() -> None:
     names = QueueNames("batch:{q}:requests", "batch:{q}:results")
     dead_member = encode_member(
-        "r", b"{}", 9, sequence=Turn("s", 3, secret=SECRET), results="batch-results:0123456789abcdef"
+        "r", b"{}", 9, extra=Turn("s", 3, secret=SECRET), results="batch-results:0123456789abcdef"
     )
     resubmission = build_resubmission(names, dead_member, 9.0, 2_000_000_000)
     assert resubmission is not None
     parsed = parse_member(resubmission.member)
-    assert parsed.sequence is not None
-    assert parsed.sequence.secret == SECRET
+    assert parsed.extra is not None
+    assert parsed.extra.secret == SECRET
 
 
 @pytest.mark.parametrize(
@@ -211,13 +211,13 @@ def test_id_of_a_sequence_does_not_count_as_a_second_id_of_the_request(
     data: bytes, expected: Turn | str
 ) -> None:
     parsed = parse_member(b'{"request_kind":"redis","data":{%b}}' % data)
-    assert expected == (parsed.message if isinstance(parsed, Rejection) else parsed.sequence)
+    assert expected == (parsed.message if isinstance(parsed, Rejection) else parsed.extra)
 
 
 async def test_request_with_a_sequence_is_parsed_about_as_fast_as_one_without() -> None:
     """In an earlier version, the second `id` in the sequence caused a slow search for duplicate fields."""
     with_sequence, without_sequence = (
-        encode_member("r" * 20, b'{"prompt":"hi"}', 2_000_000_000, sequence=turn)
+        encode_member("r" * 20, b'{"prompt":"hi"}', 2_000_000_000, extra=turn)
         for turn in (Turn("chat-7", 3), None)
     )
 
@@ -259,13 +259,13 @@ def test_sequence_object_takes_precedence_over_metadata() -> None:
 
 
 def test_rejection_of_a_too_large_request_contains_its_turn() -> None:
-    member = encode_member("r", b'{"x": 1}', 2_000_000_000, sequence=Turn("a", 1))
+    member = encode_member("r", b'{"x": 1}', 2_000_000_000, extra=Turn("a", 1))
     parsed = parse_member(member, max_payload_bytes=2)
     assert isinstance(parsed, Rejection)
-    assert (parsed.code, parsed.sequence) == (ErrorCode.TOO_LARGE, Turn("a", 1))
+    assert (parsed.code, parsed.extra) == (ErrorCode.TOO_LARGE, Turn("a", 1))
 
 
 @pytest.mark.parametrize("turn", [Turn(""), Turn("x", -1), Turn("x" * 300), Turn("x", MAX_INDEX + 1)])
 def test_turn_that_would_be_rejected_is_not_encoded(turn: Turn) -> None:
     with pytest.raises(ValueError, match=r"data\.sequence"):
-        encode_member("r", b"{}", 2_000_000_000, sequence=turn)
+        encode_member("r", b"{}", 2_000_000_000, extra=turn)

@@ -34,11 +34,11 @@ def test_next_turn_carries_the_whole_text_of_an_answer_in_slices(*, is_streamed:
 
     async def check(scene: Scene) -> None:
         first, second = (Turn("s", index=index, carry=CarryMode.MESSAGES) for index in range(2))
-        await submit(scene, CHAT, build_payload(CHAT, 1), "r-1", sequence=first)
+        await submit(scene, CHAT, build_payload(CHAT, 1), "r-1", extra=first)
         answered = (await wait_for_results(scene, 1))["r-1"]
         assert (answered.slices or 0) > 1
         text = msgspec.json.decode(answered.payload)["choices"][0]["message"]["content"]
-        await submit(scene, CHAT, build_payload(CHAT, 2, max_tokens=5), "r-2", sequence=second)
+        await submit(scene, CHAT, build_payload(CHAT, 2, max_tokens=5), "r-2", extra=second)
         assert (await wait_for_results(scene, 1))["r-2"].status_code == 200
         sent = next(body for request_id, body in gateway.bodies if request_id == "r-2")
         assert sent["messages"][1]["content"] == text
