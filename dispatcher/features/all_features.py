@@ -12,6 +12,7 @@ from dispatcher.features.models import status as models
 from dispatcher.features.models.model_router import ModelRouter
 from dispatcher.features.models.warm_up_runner import WarmUpRunner
 from dispatcher.features.sequences import status as sequences
+from dispatcher.features.sequences.completions import end_turn
 from dispatcher.features.sequences.turn_checker import TurnChecker
 from dispatcher.features.sequences.upkeep import SequenceUpkeep
 from dispatcher.kernel.hooks import Hooks, join_hooks
@@ -39,6 +40,7 @@ class AllFeatures:
             loads=(self.warm_ups,),
             on_counts=(upkeep.log_events,),
             after_sweep=(upkeep.after_sweep,),
+            end_request=(end_turn,),
             claims_request=(self.merger.has_rule_for,),
             explain_waiting=(self.model_router.explain_waiting, upkeep.explain_waiting),
             status=(

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dispatcher.common.printable import truncate_text
-from dispatcher.features.sequences.queue.turn_end import TurnEnd
-from dispatcher.features.sequences.turns import Turn
 from dispatcher.queue.contract import (
     DeadLetter,
     Extra,
@@ -47,8 +44,6 @@ NO_LEASE = Lease(
 
 _UNKNOWN_REQUEST = Request(id="", deadline=10**11 - 1, payload=b"")
 """Placeholder for a request that could not be parsed."""
-_MAX_ID_CHARS, _MAX_CAUSE_CHARS = 80, 300
-"""Length limits of the request id and of the cause in errors of later requests of a sequence."""
 
 
 def get_lease(completion: Completion) -> Lease:
@@ -116,7 +111,8 @@ def build_rejection(lease: Lease, rejection: Rejection) -> Settlement | DeadLett
         request_id=rejection.id,
         request_token=rejection.token,
         result_class=rejection.code,
-        extra=_build_turn_end(rejection.id, rejection.extra, f"{rejection.code}: {rejection.message}"),
+        request_extra=rejection.extra,
+        failure=f"{rejection.code}: {rejection.message}",
     )
 
 
@@ -206,14 +202,6 @@ def _build_dead_letter(lease: Lease, request: Request, decision: MoveToDeadLette
 
 
 def _build_settlement(lease: Lease, request: Request, result: bytes, code: str, failure: str) -> Settlement:
-    turn = _build_turn_end(request.id, request.extra, failure)
-    return Settlement(lease, result, request.results, request.id, request.token, code, turn)
-
-
-def _build_turn_end(request_id: str, turn: Turn | None, failure: str) -> TurnEnd | None:
-    """Return what the request leaves to its sequence. `failure` says why it has no answer; empty if it has
-    one."""
-    if turn is None or not failure:
-        return None if turn is None else TurnEnd(turn)
-    cause = f"request {truncate_text(request_id, _MAX_ID_CHARS)} has failed: {failure}"
-    return TurnEnd(turn, has_failed=True, cause=truncate_text(cause, _MAX_CAUSE_CHARS))
+    return Settlement(
+        lease, result, request.results, request.id, request.token, code, None, request.extra, failure
+    )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dispatcher.kernel.hooks import Hooks
 from dispatcher.kernel.in_flight import InFlightTable
 from dispatcher.kernel.parsed_requests import ParsedRequestCache
-from dispatcher.queue.contract import Settlement
+from dispatcher.queue.contract import DeadLetter, Settlement
 
 if TYPE_CHECKING:
     from dispatcher.gateway.contract import Gateway
@@ -43,15 +43,19 @@ class KernelContext:
 
     def complete(self, completion: Completion) -> None:
         """End a lease: the next flush tells the queue."""
-        if completion.__class__ is Settlement and completion.lease.progress:
-            completion = self.end_with_progress(completion)
+        if completion.__class__ is Settlement:
+            if completion.request_extra is not None or completion.lease.progress:
+                completion = self.end_request(completion)
+        elif completion.__class__ is DeadLetter and completion.settlement.request_extra is not None:
+            settlement = self.end_request(completion.settlement, is_dead_letter=True)
+            completion = DeadLetter(settlement, completion.reason, completion.is_failed_attempt)
         self.pending.append(completion)
         self.access.wake.set()
 
-    def end_with_progress(self, settlement: Settlement) -> Settlement:
-        """Return the settlement of a request with progress, with what features add to it."""
-        for end in self.hooks.end_with_progress:
-            settlement = end(settlement)
+    def end_request(self, settlement: Settlement, is_dead_letter: bool = False) -> Settlement:
+        """Return the settlement of a request of which a feature knows more, with what features add to it."""
+        for end in self.hooks.end_request:
+            settlement = end(settlement, is_dead_letter)
         return settlement
 
     def remove_lease(self, token: str) -> InFlightLease | None:

@@ -206,8 +206,9 @@ class Hooks:
     find_started_model: tuple[Callable[[bytes], str], ...] = ()
     """Return the name of the model that the calls behind this progress were sent to. Empty if it is the model
     that the request names."""
-    end_with_progress: tuple[Callable[[Settlement], Settlement], ...] = ()
-    """Called with the end of a request for which progress is stored. Return what is settled instead."""
+    end_request: tuple[Callable[[Settlement, bool], Settlement], ...] = ()
+    """Called with the end of a request for which progress is stored, or from whose member a feature has read
+    something, and with True if it becomes a dead letter. Return what is settled instead."""
     explain_waiting: tuple[Callable[[QueueCounts], WaitingReason | None], ...] = ()
     """Return why requests wait in the queue for something else than room. `None` if they do not."""
     status: tuple[Callable[[float, QueueCounts | None], FeatureStatus], ...] = ()

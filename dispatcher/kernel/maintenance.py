@@ -240,7 +240,7 @@ class Maintenance:
                     for rewrite in self._context.hooks.rewrite_request:
                         request = rewrite(request)
                     settlement = completions.build_overdue_error(overdue, request)
-                    expired.append((overdue, self._context.end_with_progress(settlement)))
+                    expired.append((overdue, self._context.end_request(settlement)))
             if expired:
                 self._journal.record_expired(
                     await self._access.call_queue(

@@ -182,6 +182,10 @@ class Settlement(Value, frozen=True):
     """Class in which the result is counted: the class of the gateway's answer (`2xx`) or an error code."""
     extra: Extra | None = None
     """State that the request leaves to a feature. Other requests may be claimable because of it."""
+    request_extra: Any = None
+    """What a feature has read from the member of the request (`Request.extra`)."""
+    failure: str = ""
+    """Why the request has no answer. Empty if it has one."""
 
 
 class SettleStatus(StrEnum):

@@ -18,7 +18,7 @@ import re
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
-from dispatcher.features.sequences.completions import build_turn_rejection
+from dispatcher.features.sequences.completions import build_turn_end, build_turn_rejection
 from dispatcher.features.sequences.conversation import (
     CannotContinue,
     build_payload,
@@ -35,7 +35,7 @@ from dispatcher.features.sequences.queue.calls import SequenceCalls
 from dispatcher.features.sequences.queue.steps import decode_granted_turn
 from dispatcher.features.sequences.queue.turn_end import TurnEnd
 from dispatcher.features.sequences.queue_steps import SequenceStep
-from dispatcher.features.sequences.turns import CarryMode
+from dispatcher.features.sequences.turns import CarryMode, Turn
 from dispatcher.kernel import completions
 from dispatcher.kernel.hooks import LeasePart
 from dispatcher.queue.contract import Settlement
@@ -44,7 +44,6 @@ from dispatcher.requests.outcomes.outcome import Delivered
 from dispatcher.requests.result import ErrorCode
 
 if TYPE_CHECKING:
-    from dispatcher.features.sequences.turns import Turn
     from dispatcher.gateway.contract import AttemptResult
     from dispatcher.kernel.claimed_request import ClaimedRequest
     from dispatcher.kernel.completions import Completion
@@ -184,10 +183,10 @@ class TurnChecker(LeasePart):
             not isinstance(granted, TurnGranted)
             or request is None
             or not isinstance(completion, Settlement)
-            or not isinstance(completion.extra, TurnEnd)
+            or not isinstance(completion.request_extra, Turn)
         ):
             return completion
-        end, carry = completion.extra, None
+        end, carry = build_turn_end(completion, completion.request_extra), None
         token = self._choose_token(granted, request, result)
         if (
             self._carries_conversation(end.turn)
@@ -195,9 +194,9 @@ class TurnChecker(LeasePart):
             and isinstance(result.outcome, Delivered)
         ):
             carry = encode_conversation(request.payload, result.outcome.body, self._options.max_carry_bytes)
-        if token is None and carry is None:  # avoid the copy, which is most of the cost here
-            return completion
-        return completion.copy_with(extra=TurnEnd(end.turn, end.has_failed, end.cause, token, carry))
+        if token is not None or carry is not None:
+            end = TurnEnd(end.turn, end.has_failed, end.cause, token, carry)
+        return completion.copy_with(extra=end)
 
     def _choose_token(self, granted: TurnGranted, request: Request, result: AttemptResult) -> str | None:
         """Return the sticky token to store. `None` to keep the stored one, empty to delete it."""

@@ -16,10 +16,10 @@ list that others read."""
 _encode = msgspec.json.Encoder().encode
 
 
-def end_with_partial_answer(settlement: Settlement) -> Settlement:
+def end_with_partial_answer(settlement: Settlement, is_dead_letter: bool = False) -> Settlement:
     """Return the settlement of a request that ends before its generation does, with what was generated so
-    far."""
-    if settlement.result_class not in _CODES_WITH_PARTIAL_ANSWER:
+    far. A dead letter stays as it is."""
+    if is_dead_letter or settlement.result_class not in _CODES_WITH_PARTIAL_ANSWER:
         return settlement
     progress = decode_progress(settlement.lease.progress)
     partial = None if progress is None else build_partial_answer(progress)
