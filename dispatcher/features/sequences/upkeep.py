@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from dispatcher.features.sequences.change_log import SequenceChangeLog
 from dispatcher.features.sequences.completions import build_remaining_error
+from dispatcher.features.sequences.options import SequenceOptions
 from dispatcher.features.sequences.overrides import name_override
 from dispatcher.features.sequences.queue.calls import SequenceCalls
 from dispatcher.features.sequences.queue_steps import SequenceStep
@@ -34,13 +35,13 @@ class SequenceUpkeep:
         self._access = context.access
         self._calls = context.access.queue.open_calls(SequenceCalls)
         self._log = SequenceChangeLog()
-        self._shared_terms = context.options.sequences.terms
+        self._shared_terms = context.options.of(SequenceOptions).terms
         """Terms that the queue has, or gets with the first request of a sequence."""
 
     def name_override(self, request: Request) -> Request:
         """Return the request with the override of the settings that applies to its sequence."""
         options = self._context.options
-        terms = options.sequences.terms
+        terms = options.of(SequenceOptions).terms
         return name_override(request, terms, options.default_path) if terms.overrides else request
 
     def log_events(self, counts: QueueCounts) -> None:
@@ -62,7 +63,7 @@ class SequenceUpkeep:
     async def _send_changed_terms(self) -> None:
         """Send changed settings of sequences to the queue, so that waiting requests follow them without a new
         request."""
-        terms = self._context.options.sequences.terms
+        terms = self._context.options.of(SequenceOptions).terms
         if self._shared_terms == terms:
             return
         asked_at = self._access.clock()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dispatcher.common.grouping import GroupingRule
+from dispatcher.features.merging.options import MergeOptions
 from dispatcher.features.merging.rules import BatchRule, MergeMode
 from dispatcher.features.merging.shapes import SHAPES
 from dispatcher.features.models.availability import DENIAL_S, ModelState, ModelTerms, WhenNotServed
@@ -22,6 +23,7 @@ from dispatcher.features.models.model_router import (
 from dispatcher.features.sequences.turns import Turn
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Options
+from dispatcher.kernel.options import index_options
 from dispatcher.limit.budget import Policy
 from dispatcher.limit.limiter import Limiter
 from dispatcher.requests.outcomes.outcome import Delivered, RetryPolicy
@@ -198,7 +200,9 @@ def test_merged_call_whose_model_is_denied_releases_all_its_requests() -> None:
     rule = BatchRule(
         ("/v1/embeddings",), SHAPES["embeddings"], MergeMode.ON, GroupingRule(8, (), 0.05, False)
     )
-    merging_options = replace(WATCHED_OPTIONS, default_path="/v1/embeddings", merge_rules=(rule,))
+    merging_options = replace(
+        WATCHED_OPTIONS, default_path="/v1/embeddings", of_features=index_options(MergeOptions((rule,)))
+    )
 
     async def check(scene: Scene) -> None:
         update_listings(scene, a="day night")
