@@ -181,7 +181,9 @@ def build_internal_failure(
 ) -> Completion:
     """Count a failed attempt because an unexpected exception was raised. `request` is `None` if the member
     could not be parsed."""
-    failure = Failed(f"the dispatcher failed: {error!r}", kind=FailureKind.INTERNAL_ERROR)
+    # Some exceptions, such as UnicodeDecodeError, name the whole text that they are about.
+    why = f"the dispatcher failed: {truncate_text(repr(error), _MAX_CAUSE_CHARS)}"
+    failure = Failed(why, kind=FailureKind.INTERNAL_ERROR)
     known = request or _UNKNOWN_REQUEST
     completion = build_completion(lease, known, failure, now, policy, rand)
     if request is None and isinstance(completion, DeadLetter):
