@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from dispatcher.gateway.contract import AnswerMemory, AttemptResult
 from dispatcher.kernel import completions
+from dispatcher.kernel.error_guard import is_unexpected
 from dispatcher.kernel.queue_access import loop_time
 from dispatcher.queue.contract import Release
 
@@ -92,10 +93,13 @@ class AttemptRunner:
                     result = await self._gateway.forward(
                         request, token=attempt.token, deadline=deadline, may_send=may_send
                     )
-            except asyncio.CancelledError:
+            except asyncio.CancelledError as error:
                 self._limiter.record_answer(attempt.token, loop_time())
-                # Without a reason, the cancellation comes from outside (the task group): pass it on.
+                # Without a reason, the cancellation comes from outside (the task group): pass it on. If it
+                # does not concern this task, it is an error like any other.
                 if any(entry.stop_reason is None for entry in attempt.leases):
+                    if is_unexpected(error):
+                        raise RuntimeError("the call was cancelled, but not its attempt") from error
                     raise
                 self._complete_stopped_attempt(attempt)
                 return

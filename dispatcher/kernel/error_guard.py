@@ -94,10 +94,21 @@ def start_task(tasks: asyncio.TaskGroup, run: Callable[[], Awaitable[None]], nam
     return tasks.create_task(_keep_running(run, name), name=name)
 
 
+def is_unexpected(error: BaseException) -> bool:
+    """Return True for an exception that must end no task: all but the cancellation of the running task, and
+    what ends the process. A library may raise CancelledError by itself, when it gives up a call."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is not None and not task.cancelling()
+    return isinstance(error, Exception)
+
+
 async def _keep_running(run: Callable[[], Awaitable[None]], name: str) -> None:
     while True:
         try:
             await run()
-        except Exception as error:
+        except BaseException as error:
+            if not is_unexpected(error):
+                raise
             emit(Event.INTERNAL_ERROR, where=name, error=repr(error))
         await asyncio.sleep(RESTART_PAUSE_S)

@@ -28,7 +28,7 @@ from dispatcher.gateway.contract import Gateway
 from dispatcher.kernel.attempts import AttemptRunner
 from dispatcher.kernel.claiming import Claimer
 from dispatcher.kernel.context import KernelContext
-from dispatcher.kernel.error_guard import RESTART_PAUSE_S, ErrorGuard, start_task
+from dispatcher.kernel.error_guard import RESTART_PAUSE_S, ErrorGuard, is_unexpected, start_task
 from dispatcher.kernel.flush import CompletionFlusher
 from dispatcher.kernel.health_watch import HealthWatch
 from dispatcher.kernel.hooks import Hooks
@@ -217,7 +217,9 @@ class Dispatcher(Generic[F]):
                     if grouping is not None and grouping.next_due_at is not None:
                         await self._pipeline.send_ready_groups(self._claimer.build_permit)
                 self._schedule_wake_up()
-            except Exception as error:
+            except BaseException as error:
+                if not is_unexpected(error):
+                    raise
                 emit(Event.INTERNAL_ERROR, where="loop-rounds", error=repr(error))
                 # Only rounds that succeed count. If all fail, the liveness probe has the process restarted.
                 self.last_round_at = last_round_at
