@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import completions
-from dispatcher.kernel.error_guard import is_unexpected
-from dispatcher.kernel.queue_access import loop_time
+from dispatcher.kernel.queue_access import is_unexpected, loop_time
 from dispatcher.queue.contract import Release
 from dispatcher.telemetry.events import Event, emit
 

@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from dispatcher.kernel import completions
+from dispatcher.kernel.queue_access import is_unexpected
 from dispatcher.telemetry.events import Event, emit
 
 if TYPE_CHECKING:
@@ -95,15 +96,6 @@ class ErrorGuard:
 def start_task(tasks: asyncio.TaskGroup, run: Callable[[], Awaitable[None]], name: str) -> asyncio.Task[None]:
     """Start a task that ends only when it is cancelled. After an exception, it starts again."""
     return tasks.create_task(_keep_running(run, name), name=name)
-
-
-def is_unexpected(error: BaseException) -> bool:
-    """Return True for an exception that must end no task: all but the cancellation of the running task, and
-    what ends the process. A library may raise CancelledError by itself, when it gives up a call."""
-    if isinstance(error, asyncio.CancelledError):
-        task = asyncio.current_task()
-        return task is not None and not task.cancelling()
-    return isinstance(error, Exception)
 
 
 async def _keep_running(run: Callable[[], Awaitable[None]], name: str) -> None:

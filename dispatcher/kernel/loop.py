@@ -28,7 +28,7 @@ from dispatcher.gateway.contract import Gateway
 from dispatcher.kernel.attempts import AttemptRunner
 from dispatcher.kernel.claiming import Claimer
 from dispatcher.kernel.context import KernelContext
-from dispatcher.kernel.error_guard import RESTART_PAUSE_S, ErrorGuard, is_unexpected, start_task
+from dispatcher.kernel.error_guard import RESTART_PAUSE_S, ErrorGuard, start_task
 from dispatcher.kernel.flush import CompletionFlusher
 from dispatcher.kernel.health_watch import HealthWatch
 from dispatcher.kernel.hooks import Hooks
@@ -38,7 +38,7 @@ from dispatcher.kernel.maintenance import Maintenance
 from dispatcher.kernel.options import Options
 from dispatcher.kernel.outcome_judge import OutcomeJudge
 from dispatcher.kernel.pipeline import RequestPipeline
-from dispatcher.kernel.queue_access import QueueAccess, QueueView, loop_time
+from dispatcher.kernel.queue_access import QueueAccess, QueueView, is_unexpected, loop_time
 from dispatcher.limit.allowance import Allowance
 from dispatcher.limit.limiter import Limiter
 from dispatcher.limit.poll import Poll

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dispatcher.kernel.error_guard import is_unexpected
 from dispatcher.kernel.in_flight import InFlightLease
 from dispatcher.kernel.queue_steps import FailureCause, Step, StepFailures
 from dispatcher.limit.limiter import Limiter
@@ -303,6 +302,15 @@ def explain_empty_claim(claim_result: ClaimResult, permit: Permit) -> str:
             "and is sent when there is room for it"
         )
     return ""
+
+
+def is_unexpected(error: BaseException) -> bool:
+    """Return True for an exception that must end no task: all but the cancellation of the running task, and
+    what ends the process. A library may raise CancelledError by itself, when it gives up a call."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is not None and not task.cancelling()
+    return isinstance(error, Exception)
 
 
 def _find_cause(error: BaseException) -> FailureCause:
