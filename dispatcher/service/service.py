@@ -531,6 +531,9 @@ class _Reloader:
             self._service.apply_settings(new, text)
         except OSError as error:
             return ReloadRejection((f"{name}: {error}",))
+        except Exception as error:  # it must not end the process
+            emit(Event.INTERNAL_ERROR, where="reload", error=repr(error))
+            return ReloadRejection((f"{name}: the dispatcher failed: {error!r}",))
         return None
 
 

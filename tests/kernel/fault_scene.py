@@ -92,6 +92,7 @@ class Fault:
     request_id: str = ""
     is_late: bool = False
     """True if the method does its work before it raises the exception."""
+    error: type[BaseException] = InjectedError
     is_active: bool = False
     """True while the exception may be raised."""
     call_count: int = 0
@@ -107,7 +108,7 @@ class Fault:
 
     def raise_error(self) -> None:
         self.raised_count += 1
-        raise InjectedError(self.method)
+        raise self.error(self.method)
 
     def _concerns_request(self, value: Any) -> bool:
         """Return True if a value is the request, or holds it."""

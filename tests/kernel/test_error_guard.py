@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections import Counter
 from collections.abc import Iterator, Set
 from dataclasses import replace
@@ -45,7 +46,7 @@ from tests.kernel.fault_scene import (
     submit_all_kinds,
     wait_for_results,
 )
-from tests.kernel.scene import Scene, run_in_scene
+from tests.kernel.scene import AnsweringGateway, Scene, run_in_scene
 
 # An exception between two lookups leaves the call of the first one behind.
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
@@ -113,6 +114,14 @@ def test_exception_in_one_call_of_any_method_costs_nobody_a_result(
             run_with_faults(check_all_are_answered, again)
             if again.call_count < at_call:
                 break
+
+
+@pytest.mark.parametrize("cls", [AnsweringGateway, Claimer, HealthWatch, MemoryQueue, ModelRouter])
+def test_cancelled_call_is_an_error_like_any_other(cls: type) -> None:
+    """A library may raise CancelledError in a task that nobody has cancelled."""
+    for fault in list_faults(cls, error=asyncio.CancelledError):
+        if inspect.iscoroutinefunction(vars(cls)[fault.method]):
+            run_with_faults(check_all_are_answered, replace(fault, at_call=1))
 
 
 @pytest.mark.slow

@@ -186,7 +186,8 @@ class Prometheus:
         problems.
 
         An alert that returns nothing is no problem, unless a series that it names does not exist. A query
-        with a problem is repeated: on a busy machine a scrape may fail, and its series are gone for a moment.
+        with a problem is repeated: on a busy machine a scrape may fail, and its series are then gone for a
+        moment.
         """
         if queries is None:
             queries = [*self.list_panel_queries(), *self.list_rule_queries(), *list_runbook_queries()]

@@ -17,6 +17,7 @@ from dispatcher.features.merging.merger import RequestMerger
 from dispatcher.features.merging.options import MergeOptions
 from dispatcher.features.merging.rules import BatchRule, MergeMode
 from dispatcher.features.merging.shapes import SHAPES
+from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal, Options
 from dispatcher.kernel.context import KernelContext
 from dispatcher.kernel.in_flight import InFlightLease
@@ -26,7 +27,7 @@ from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.limit.budget import Policy, Reading, Signal
 from dispatcher.limit.limiter import Limiter
 from dispatcher.requests.outcomes.outcome import Delivered, Failed, Overloaded, RetryPolicy
-from dispatcher.requests.request import encode_member
+from dispatcher.requests.request import Request, encode_member
 from dispatcher.requests.result import ErrorCode, PoppedResult, decode_result
 from dispatcher.requests.score import compute_score
 from dispatcher.requests.submission import Submission
@@ -306,6 +307,31 @@ def test_request_fails_only_after_it_was_sent_alone() -> None:
     scene = run_in_scene(check, EmbeddingGateway(), max_attempts=1)
     assert set(scene.get_codes().values()) == {200}
     assert sorted(map(len, scene.server.calls)) == [*[1] * 8, 8]
+
+
+def test_merged_call_that_raises_an_exception_fails_only_requests_that_raise_it_alone() -> None:
+    """The cause may be one of its requests."""
+    texts = build_texts(8)
+
+    class RaisingGateway(EmbeddingGateway):
+        async def forward(
+            self, request: Request, *, token: str, deadline: float, may_send: Callable[[], bool]
+        ) -> AttemptResult:
+            if texts["r-5"].encode() in request.payload:
+                raise ValueError(request.id)
+            return await super().forward(request, token=token, deadline=deadline, may_send=may_send)
+
+    async def check(scene: MergingScene) -> None:
+        await pass_parity_checks(scene)
+        await scene.submit(texts)
+        await scene.wait_for_results(8)
+        scene.events.clear()  # the exceptions are expected
+
+    scene = run_in_scene(check, RaisingGateway(), max_attempts=1)
+    codes = scene.get_codes()
+    assert scene.results["r-5"].error_code == ErrorCode.RETRIES_EXHAUSTED
+    del codes["r-5"]
+    assert set(codes.values()) == {200}
 
 
 def test_overload_refusal_of_a_merged_call_releases_every_request() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -300,6 +301,23 @@ def test_waiting_requests_return_when_models_are_no_longer_watched() -> None:
         assert (await read_results(scene))["n2"]["status_code"] == 404, "the status of the server"
 
     run_in_scene(check, gateway, WATCHED_OPTIONS)
+
+
+def test_request_that_is_looked_up_while_a_reload_begins_to_watch_models_is_sent() -> None:
+    gateway = ModelGateway("day")
+
+    async def check(scene: Scene) -> None:
+        async def check_cancelled(requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
+            scene.dispatcher.reconfigure(WATCHED_OPTIONS)
+            return [False] * len(requests)
+
+        scene.queue.check_cancelled = check_cancelled  # type: ignore[method-assign]
+        await submit_requests(scene, "day", "d1")
+        await asyncio.sleep(1)
+        assert gateway.sent == ["d1"]
+        assert not [each for each in scene.events if each[0] is Event.INTERNAL_ERROR]
+
+    run_in_scene(check, gateway, Options(RetryPolicy(base_s=10.0)))
 
 
 def test_new_terms_apply_to_waiting_requests() -> None:
