@@ -24,4 +24,5 @@ def build_hooks(context: KernelContext) -> Hooks:
         after_sweep=(upkeep.after_sweep,),
         explain_waiting=(upkeep.explain_waiting,),
         status=(partial(build_status, context, turn_checker),),
+        reconfigure=(upkeep.reconfigure,),
     )
