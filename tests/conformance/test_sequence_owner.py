@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dispatcher.features.sequences.decisions import (
+    SequenceCounters,
     TurnGranted,
     TurnRejected,
     TurnWaits,
@@ -287,7 +288,7 @@ async def test_sequence_can_be_aborted_before_its_first_claim(world: World, othe
     assert (found.status, found.cause) == (SequenceStatus.ABORTED, "wrong model")
     aborted = TurnRejected(ErrorCode.SEQUENCE_ABORTED, "wrong model")
     assert (await claim_and_take_turns(queue))[1] == {"r-0": aborted, "r-1": aborted}
-    assert (await queue.count_requests()).sequence_counters.aborted == 1
+    assert (await queue.count_requests()).of(SequenceCounters).aborted == 1
     assert await open_sequences(world.queue_admin).forget_sequence("s")
     await submit_request_of(world, make_request_of("anew", index=0))
     assert isinstance((await claim_and_take_turns(queue))[1]["anew"], TurnGranted)

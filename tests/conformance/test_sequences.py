@@ -15,6 +15,7 @@ import pytest
 from dispatcher.features.sequences.decisions import (
     OverrideCounts,
     SequenceCounters,
+    SequenceCounts,
     SequenceOverride,
     TurnGranted,
     TurnRejected,
@@ -628,7 +629,7 @@ async def test_parked_sequences_begin_by_score_among_those_whose_override_has_ro
         await submit_turns(world, name, last, of=name, deadline=LATER + at, model=model)
     left, _ = await claim_and_take_turns(queue, terms)
     assert set(left) == {"a-0", "b-0"}
-    counts = (await queue.count_requests()).sequences
+    counts = (await queue.count_requests()).of(SequenceCounts)
     assert (counts.active, counts.parked, counts.overrides) == (2, 4, (OverrideCounts("big-*", 1, 2),))
     await finish_request(queue, left["b-0"])
     left_now, _ = await claim_and_take_turns(queue, terms)
@@ -724,7 +725,7 @@ async def test_cancelled_parked_sequence_leaves_its_place_to_the_next(world: Wor
     await open_sequences(world.queue_admin).cancel_sequence("b")
     await finish_request(queue, left["a-0"])
     assert get_request_id(await claim_next_turn(queue, LIMITED)) == "c-0"
-    assert (await queue.count_requests()).sequences.overrides == (OverrideCounts("big-*", 1, 0),)
+    assert (await queue.count_requests()).of(SequenceCounts).overrides == (OverrideCounts("big-*", 1, 0),)
 
 
 # Failures.
@@ -890,7 +891,7 @@ async def test_events_of_sequences_are_counted(world: World) -> None:
     queue = world.owner()
 
     async def counters() -> SequenceCounters:
-        return (await queue.count_requests()).sequence_counters
+        return (await queue.count_requests()).of(SequenceCounters)
 
     assert await counters() == SequenceCounters()
     await submit_turns(
@@ -1023,7 +1024,7 @@ async def test_gap_before_a_passed_index_ends_in_its_time(world: World, failed: 
         assert found.gap_since is not None
     await world.age_sequences(11)
     await queue.sweep()
-    assert (await queue.count_requests()).sequence_counters.gaps == 1
+    assert (await queue.count_requests()).of(SequenceCounters).gaps == 1
     if failed:
         found = await get_snapshot(world)
         assert (found.status, found.cause, found.expected_index) == (SequenceStatus.ABORTED, "it broke", 3)
@@ -1051,7 +1052,7 @@ async def test_sequences_due_at_the_same_time_end_alike_in_any_order(world: Worl
         None,
         None,
     ]
-    counters = (await queue.count_requests()).sequence_counters
+    counters = (await queue.count_requests()).of(SequenceCounters)
     assert (counters.idle, counters.aborted) == (2, 0)
 
 

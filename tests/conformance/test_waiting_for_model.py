@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from dispatcher.features.models.counts import ModelCounts
 from dispatcher.features.models.queue.waiting import MAX_RETURNED_PER_CALL, ModelWait, ReturnedRequests
 from dispatcher.features.sequences.decisions import (
     SequenceTerms,
@@ -102,12 +103,12 @@ async def test_waiting_requests_are_counted_and_listed_by_model(world: World) ->
         ("a", WHY),
     ]
     counts = await queue.count_requests()
-    assert (counts.pending, counts.waiting_for_model, counts.leased) == (3, 3, 0)
+    assert (counts.pending, counts.of(ModelCounts).waiting, counts.leased) == (3, 3, 0)
     first, second, third = await count_waiting(world)
     assert [await world.queue_admin.count_ahead(one) for one in (first, second, third)] == [0, 1, 2]
     await models(queue).return_waiting_for_models(["a"])
     assert await models(queue).count_waiting_by_model() == {"b": 1}
-    assert (await queue.count_requests()).waiting_for_model == 1
+    assert (await queue.count_requests()).of(ModelCounts).waiting == 1
     assert [one.missing_model for one in await count_waiting(world)] == ["b"]
     (returned, _) = (await world.queue_admin.list_requests(RequestLocation.RETURNED, 9)).requests
     assert returned.missing_model == ""

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.features.sequences.decisions import SequenceCounts
 from dispatcher.limit.budget import Reason
 from dispatcher.limit.health import (
     MAX_COUNTS_AGE_S,
@@ -214,7 +213,7 @@ CASES = [
     (
         make_facts(
             Reason.IDLE,
-            QueueCounts(5, 0, 0, 0, waiting_for_model=5),
+            QueueCounts(5, 0, 0, 0, closed=5),
             waiting_reasons=[
                 WaitingReason(Cause("turns"), "5 requests wait for a turn"),
                 WaitingReason(MODELS, "no endpoint serves llama", is_problem=True),
@@ -341,8 +340,7 @@ def test_problem_of_a_feature_is_named_while_other_requests_are_in_flight() -> N
 counts = st.none() | st.builds(
     QueueCounts,
     *[st.integers(0, 10)] * 4,
-    waiting_for_model=st.integers(0, 3),
-    sequences=st.builds(SequenceCounts, waiting=st.integers(0, 3)),
+    closed=st.integers(0, 6),
 )
 any_facts = st.builds(
     HealthFacts,

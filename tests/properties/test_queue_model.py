@@ -27,6 +27,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from dispatcher.features.models.counts import ModelCounts
 from dispatcher.features.models.queue.calls import ModelCalls
 from dispatcher.features.models.queue.waiting import ModelWait
 from dispatcher.queue.contract import ClaimResult, DeadLetter, Overload, Permit, Release, Settlement
@@ -400,14 +401,16 @@ class QueueModel(QueueComparison):
     )
     def return_waiting_for_models(self, owner: int, models: list[str], lose_reply: bool) -> None:
         """Return requests whose models are served. After a lost reply, the repeated call finds none left."""
-        waiting_before = self.store.queue.count_requests().waiting_for_model
+        waiting_before = self.store.queue.count_requests().of(ModelCounts).waiting
         real, twin = self.run_on_both(
             owner, lambda queue, _: queue.open_calls(ModelCalls).return_waiting_for_models(models), lose_reply
         )
         assert real == twin or (
             lose_reply and (real.returned_count, real.remaining_count) == (0, twin.remaining_count)
         )
-        assert self.store.queue.count_requests().waiting_for_model == waiting_before - twin.returned_count
+        assert (
+            self.store.queue.count_requests().of(ModelCounts).waiting == waiting_before - twin.returned_count
+        )
         self.event_counts["returned"] += twin.returned_count
 
     @rule(data=st.data(), owner=owners, limit=limits, lag=lags, lose_reply=reply_losses)

@@ -20,6 +20,8 @@ from hypothesis.stateful import initialize, precondition, rule, run_state_machin
 from msgspec import structs
 
 from dispatcher.features.sequences.decisions import (
+    SequenceCounters,
+    SequenceCounts,
     SequenceOverride,
     SequenceTerms,
     TurnGranted,
@@ -196,7 +198,7 @@ class SequenceModel(QueueComparison):
         self.assert_same_facts(owner, real, twin)
         assert list(real.decisions) == list(twin.decisions)
         counts, twins = self.run_on_both(owner, lambda queue, _: queue.count_requests())
-        assert counts.sequences == twins.sequences
+        assert counts.of(SequenceCounts) == twins.of(SequenceCounts)
         for (pair, turn), decision in zip(pairs_with_turn, real.decisions, strict=True):
             entry = pair.real.entry_id
             self.event_counts[type(decision).__name__] += 1
@@ -467,7 +469,7 @@ class SequenceModel(QueueComparison):
     def check_nothing_waits_without_reason(self) -> None:
         """Check that no sequence stays parked after a sweep while there is room for it."""
         sequences = self.store.queue.sequences
-        terms, counts = sequences.terms, self.store.queue.count_requests().sequences
+        terms, counts = sequences.terms, self.store.queue.count_requests().of(SequenceCounts)
         if terms.max_active is not None and counts.active >= terms.max_active:
             return
         for each in counts.overrides:
@@ -591,7 +593,7 @@ class SequenceModel(QueueComparison):
         loop = self.connections.loops[0]
 
         async def read_sequences(admin: Any) -> tuple[object, list[SequenceSnapshot | None]]:
-            return (await admin.count_requests()).sequence_counters, [
+            return (await admin.count_requests()).of(SequenceCounters), [
                 await open_sequences(admin).get_sequence(name) for name in ("a", "b", "ü")
             ]
 

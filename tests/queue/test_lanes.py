@@ -10,6 +10,7 @@ import pytest
 import redis.asyncio
 
 import dispatcher.queue
+from dispatcher.features.models.counts import ModelCounts
 from dispatcher.features.models.queue.waiting import ModelWait
 from dispatcher.features.sequences.decisions import (
     SequenceTerms,
@@ -215,7 +216,7 @@ async def test_requests_that_wait_for_a_model_cost_other_requests_nothing(
         await count_release_commands(queue, client),
     )
     await release_to_wait_for_models(queue, models, each)
-    assert (await queue.count_requests()).waiting_for_model == models * each
+    assert (await queue.count_requests()).of(ModelCounts).waiting == models * each
     assert (
         *await count_independent_request_commands(queue, client),
         await count_release_commands(queue, client),

@@ -28,6 +28,7 @@ from dispatcher.features.models.availability import (
     SendToModel,
     WaitForModel,
 )
+from dispatcher.features.models.counts import ModelCounts
 from dispatcher.features.models.queue.calls import ModelCalls
 from dispatcher.features.models.queue.waiting import ModelWait
 from dispatcher.features.models.queue_steps import ModelStep
@@ -357,7 +358,7 @@ class ModelRouter(LeasePart):
 
     def explain_waiting(self, counts: QueueCounts) -> WaitingReason | None:
         """Return why requests wait for models. `None` if none do."""
-        waiting = counts.waiting_for_model
+        waiting = counts.of(ModelCounts).waiting
         if not waiting:
             return None
         if held_back := self.list_held_back():

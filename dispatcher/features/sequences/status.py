@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from dispatcher.features.sequences.decisions import SequenceCounts
 from dispatcher.features.sequences.options import SequenceOptions
 from dispatcher.telemetry.status import MAX_TABLE_ROWS, FeatureSection, FeatureStatus
 
 if TYPE_CHECKING:
-    from dispatcher.features.sequences.decisions import SequenceCounts, SequenceTerms
+    from dispatcher.features.sequences.decisions import SequenceTerms
     from dispatcher.features.sequences.turn_checker import TurnChecker
     from dispatcher.kernel.context import KernelContext
     from dispatcher.requests.queue_counts import QueueCounts
@@ -61,7 +62,7 @@ def build_status(
     context: KernelContext, turn_checker: TurnChecker, now: float, queue_counts: QueueCounts | None
 ) -> FeatureStatus:
     """Build the status of the sequences, as this process knows it."""
-    counts = queue_counts.sequences if queue_counts else None
+    counts = queue_counts.of(SequenceCounts) if queue_counts else None
     section = SequencesStatus(
         sequences={name: getattr(counts, name) for name in SEQUENCE_COUNTS} if counts else None,
         sequence_models=[

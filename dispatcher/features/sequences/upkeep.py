@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from dispatcher.features.sequences.change_log import SequenceChangeLog
 from dispatcher.features.sequences.completions import build_remaining_error
+from dispatcher.features.sequences.decisions import SequenceCounters, SequenceCounts
 from dispatcher.features.sequences.options import SequenceOptions
 from dispatcher.features.sequences.overrides import name_override
 from dispatcher.features.sequences.queue.calls import SequenceCalls
@@ -50,12 +51,12 @@ class SequenceUpkeep:
         return name_override(request, self._terms, self._context.options.default_path)
 
     def log_events(self, counts: QueueCounts) -> None:
-        for event, fields in self._log.collect_events(counts.sequence_counters, loop_time()):
+        for event, fields in self._log.collect_events(counts.of(SequenceCounters), loop_time()):
             emit(event, **fields)
 
     def explain_waiting(self, counts: QueueCounts) -> WaitingReason | None:
         """Return why requests wait for their turn. `None` if none do."""
-        waiting = counts.sequences.waiting
+        waiting = counts.of(SequenceCounts).waiting
         if not waiting:
             return None
         requests = "request waits" if waiting == 1 else "requests wait"

@@ -22,6 +22,7 @@ from dispatcher.features.slices.bodies import (
     compute_slice_tokens,
     replace_body,
 )
+from dispatcher.features.slices.counts import SliceCounts
 from dispatcher.features.slices.eligibility import Generation, WholeReason, check_generation
 from dispatcher.features.slices.equality import CHECK_ID, Continuation
 from dispatcher.features.slices.options import SliceOptions
@@ -173,7 +174,7 @@ class Slicer(LeasePart):
         if any(claims(request) for claims in self._context.hooks.claims_request):
             return WholeReason.MERGED
         counts = self._access.view.counts
-        if counts is not None and counts.started >= self._options.max_started:
+        if counts is not None and counts.of(SliceCounts).started >= self._options.max_started:
             return WholeReason.TOO_MANY_STARTED
         return None
 

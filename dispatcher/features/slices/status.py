@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dispatcher.common.printable import truncate_text
+from dispatcher.features.slices.counts import SliceCounts
 from dispatcher.features.slices.eligibility import CHAT_SUFFIX, WholeReason
 from dispatcher.features.slices.options import SliceOptions
 from dispatcher.telemetry.status import FeatureSection, FeatureStatus
@@ -141,7 +142,7 @@ def build_status(
     call_s = context.limiter.mean_duration_s
     section = SlicingStatus(
         slicing_mode=_get_mode(context.options.of(SliceOptions)),
-        started=counts.started if counts else None,
+        started=counts.of(SliceCounts).started if counts else None,
         call_s=round(call_s, 3) if call_s else None,
         slices=dict(slicer.answer_counts),
         slice_tokens=slicer.generated_tokens,

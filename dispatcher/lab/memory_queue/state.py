@@ -16,7 +16,9 @@ from dataclasses import replace
 
 import msgspec
 
+from dispatcher.features.models.counts import decode_counts as decode_models
 from dispatcher.features.sequences.decisions import SequenceCounts
+from dispatcher.features.slices.counts import decode_counts as decode_slices
 from dispatcher.lab.memory_queue.entries import NEVER_CLAIMED, Entry, EntryHeap, Location, ModelWaitIndex
 from dispatcher.lab.memory_queue.model_registry import MemoryModelRegistry
 from dispatcher.lab.memory_queue.sequence_rules import SequenceTable
@@ -24,7 +26,7 @@ from dispatcher.queue.contract import Lease, Overload, Permit
 from dispatcher.queue.keys import QueueNames
 from dispatcher.requests.lanes import CLOSED_LANES, Lane, rank_in_queue
 from dispatcher.requests.oversize import MAX_ENVELOPE_BYTES, cut_member
-from dispatcher.requests.queue_counts import QueueCounts
+from dispatcher.requests.queue_counts import FeatureCounts, QueueCounts
 from dispatcher.requests.result import NOT_A_LIST
 from dispatcher.requests.score import PRIORITIES, PRIORITY_STEP, decode_deadline
 from dispatcher.requests.submission import QueueUnavailableError
@@ -203,22 +205,27 @@ class QueueState:
         return entry is None
 
     def count_requests(self) -> QueueCounts:
-        count = self.count_by_location
+        count, lanes = self.count_by_location, self.count_by_lane
         return QueueCounts(
             pending=self.waiting_count,
             leased=len(self.pool.leases),
             delayed=count[Location.DELAYED],
             dead=count[Location.DEAD],
             units=self.pool.leased_units,
-            sequences=SequenceCounts.from_statuses(
-                self.sequences.status_counts,
-                self.count_by_lane[Lane.SEQUENCED],
-                self.sequences.count_overrides(),
-            ),
-            sequence_counters=replace(self.sequences.counters),
-            waiting_for_model=self.count_by_lane[Lane.WAITING_FOR_MODEL],
-            started=self.count_by_lane[Lane.STARTED],
+        ).add_features(
+            [
+                self._count_sequences(),
+                decode_models(lanes[Lane.WAITING_FOR_MODEL]),
+                decode_slices(lanes[Lane.STARTED]),
+            ]
         )
+
+    def _count_sequences(self) -> FeatureCounts:
+        waiting = self.count_by_lane[Lane.SEQUENCED]
+        counts = SequenceCounts.from_statuses(
+            self.sequences.status_counts, waiting, self.sequences.count_overrides()
+        )
+        return FeatureCounts((counts, replace(self.sequences.counters)), closed=waiting)
 
     @property
     def waiting_count(self) -> int:

@@ -15,6 +15,7 @@ from dispatcher.features.merging.options import MergeOptions
 from dispatcher.features.merging.rules import BatchRule, MergeMode
 from dispatcher.features.merging.shapes import SHAPES
 from dispatcher.features.models.availability import DENIAL_S, ModelState, ModelTerms, WhenNotServed
+from dispatcher.features.models.counts import ModelCounts
 from dispatcher.features.models.model_router import (
     CHECK_INTERVAL_S,
     OTHER_SERVER_RETRY_S,
@@ -427,7 +428,7 @@ def test_requests_that_wait_two_hours_for_their_model_do_not_delay_others() -> N
 
 async def test_health_names_requests_that_wait_for_a_model_that_is_not_known_yet() -> None:
     router = ModelRouter(create_context(Limiter(Policy(), [])))
-    reason = router.explain_waiting(QueueCounts(5, 0, 0, 0, waiting_for_model=5))
+    reason = router.explain_waiting(QueueCounts(5, 0, 0, 0, of_features={ModelCounts: ModelCounts(5)}))
     assert reason is not None
     assert (reason.cause.name, reason.why) == ("models", "5 requests wait for a model")
     assert router.explain_waiting(QueueCounts(5, 0, 0, 0)) is None

@@ -6,7 +6,12 @@ import asyncio
 
 import pytest
 
-from dispatcher.features.sequences.decisions import OverrideCounts, SequenceOverride, SequenceTerms
+from dispatcher.features.sequences.decisions import (
+    OverrideCounts,
+    SequenceCounts,
+    SequenceOverride,
+    SequenceTerms,
+)
 from dispatcher.features.sequences.options import SequenceOptions
 from dispatcher.features.sequences.turns import Turn
 from dispatcher.kernel import Options
@@ -37,7 +42,7 @@ def test_sequences_of_a_full_model_wait_and_others_run() -> None:
         await submit_turns(scene, [("three", Turn("three", 0, last=True))], b'{"model":"small"}')
         await asyncio.sleep(0.5)
         assert sorted(gateway.sent) == ["one", "three"]
-        counts = (await scene.queue.count_requests()).sequences
+        counts = (await scene.queue.count_requests()).of(SequenceCounts)
         assert counts.overrides == (OverrideCounts("big-*", 1, 1),)
         await asyncio.sleep(3)
         assert sorted(gateway.sent) == ["one", "three", "two"]

@@ -12,6 +12,8 @@ import pytest
 from dispatcher.cli.connection import QueueTarget
 from dispatcher.cli.queue import copy_requests
 from dispatcher.features.sequences.decisions import (
+    SequenceCounters,
+    SequenceCounts,
     SequenceTerms,
     TurnGranted,
 )
@@ -117,7 +119,7 @@ async def test_copied_requests_of_sequences_keep_their_order(
     assert [name for name in order if name[0] == "b"] == [f"b.{n}" for n in range(2, 6)]
     assert [name for name in order if name[0] == "a"] == [f"a.{n}" for n in range(1, 6)]
     assert time.monotonic() - began >= TERMS.gap_s, "the sequence waited for index 0"
-    assert (await target.count_requests()).sequence_counters.gaps == 1
+    assert (await target.count_requests()).of(SequenceCounters).gaps == 1
     again = await copy_requests(source.queue_admin, QueueTarget(far.url, NAMES), live=False)
     assert again is not None
     assert again[1] == 0, "each request is copied once"
@@ -140,8 +142,8 @@ async def test_held_state_of_a_sequence_is_not_copied(
     source, target, far = source_and_target
     await submit_requests(source, Turn("a", 0, on_error=OnError.HOLD), Turn("a", 1))
     await settle(source, await claim_turns(source), failed=True)
-    assert (await source.count_requests()).sequences.held == 1
+    assert (await source.count_requests()).of(SequenceCounts).held == 1
     await source.pause("ann", "moving")
     await copy_requests(source.queue_admin, QueueTarget(far.url, NAMES), live=False)
     assert await serve_all(target) == ["a.1"]
-    assert (await target.count_requests()).sequences.held == 0
+    assert (await target.count_requests()).of(SequenceCounts).held == 0

@@ -32,7 +32,7 @@ def build_sequences_status(counts: SequenceCounts | None) -> FeatureStatus:
         Limiter(Policy(), []),
         options=Options(RetryPolicy(), of_features=index_options(SequenceOptions(terms))),
     )
-    queue_counts = None if counts is None else QueueCounts(9, 0, 0, 0, sequences=counts)
+    queue_counts = None if counts is None else QueueCounts(9, 0, 0, 0, of_features={SequenceCounts: counts})
     return build_status(context, TurnChecker(context), 1.0, queue_counts)
 
 
@@ -83,7 +83,9 @@ def test_unknown_counts_are_not_explained() -> None:
 
 def test_health_names_requests_that_wait_for_a_turn() -> None:
     upkeep = SequenceUpkeep(create_context(Limiter(Policy(), [])))
-    reason = upkeep.explain_waiting(QueueCounts(1, 0, 0, 0, sequences=SequenceCounts(waiting=1)))
+    reason = upkeep.explain_waiting(
+        QueueCounts(1, 0, 0, 0, of_features={SequenceCounts: SequenceCounts(waiting=1)})
+    )
     assert reason is not None
     assert (reason.cause.name, reason.why) == ("sequences", "1 request waits for a turn in a sequence")
     assert upkeep.explain_waiting(QueueCounts(1, 0, 0, 0)) is None

@@ -153,11 +153,11 @@ def test_failed_turn_affects_later_turns_as_on_error_says(on_error: OnError, sen
             assert {results[f"a-{n}"]["error_code"] for n in (2, 3)} == {"SEQUENCE_ABORTED"}
             assert "a-1" in results["a-2"]["error_message"]
             assert "400" in results["a-2"]["error_message"]
-            assert (await scene.queue.count_requests()).sequences == SequenceCounts(aborted=1)
+            assert (await scene.queue.count_requests()).of(SequenceCounts) == SequenceCounts(aborted=1)
             assert list_sequence_events(scene) == [("sequences-aborted", {"aborted": 1, "newest": "a"})]
         elif on_error is OnError.HOLD:
             assert set(results) == {"a-0", "a-1"}
-            assert (await scene.queue.count_requests()).sequences == SequenceCounts(
+            assert (await scene.queue.count_requests()).of(SequenceCounts) == SequenceCounts(
                 active=1, held=1, waiting=2
             )
             assert list_sequence_events(scene) == [("sequences-held", {"held": 1, "newest": "a"})]
@@ -554,6 +554,8 @@ def test_at_most_max_waiting_requests_of_a_sequence_wait(waiting_count: int, rej
         await asyncio.sleep(2)
         results = await read_results(scene)
         assert [each["error_code"] for each in results.values()] == ["SEQUENCE_FULL"] * rejected_count
-        assert (await scene.queue.count_requests()).sequences.waiting == waiting_count - rejected_count
+        assert (await scene.queue.count_requests()).of(
+            SequenceCounts
+        ).waiting == waiting_count - rejected_count
 
     run_in_scene(check, gateway, options(terms=SequenceTerms(max_waiting=4)))

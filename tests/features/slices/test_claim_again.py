@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dispatcher.features.slices import slicer
+from dispatcher.features.slices.counts import SliceCounts
 from dispatcher.features.slices.eligibility import Generation, SliceTerms, WholeReason, check_generation
 from dispatcher.kernel import admission
 from dispatcher.lab.standin.generation_api import GenerationConfig
@@ -83,7 +84,7 @@ def run_and_count_calls(lost_count: int) -> int:
             whole = generate_whole(COMPLETION, build_payload(COMPLETION, number), gateway.config)
             assert summarize(answer) == summarize(whole)
         counts = await scene.queue.count_requests()
-        assert (counts.pending, counts.leased, counts.started) == (0, 0, 0)
+        assert (counts.pending, counts.leased, counts.of(SliceCounts).started) == (0, 0, 0)
         assert calls.replies_to_lose == 0
 
     run_in_scene(check, gateway, build_options(skips_check=True))

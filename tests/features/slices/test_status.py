@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dispatcher.features.slices.counts import SliceCounts
 from dispatcher.features.slices.eligibility import WholeReason
 from dispatcher.features.slices.equality import Continuation, Difference
 from dispatcher.features.slices.options import SliceOptions
@@ -29,7 +30,9 @@ def build_slicing(support: ModelSupport | None = None, *, is_on: bool = True) ->
     slicer = Slicer(context)
     if support is not None:
         slicer.support = SupportTable(_models={("/v1/chat/completions", "m", b""): support})
-    return build_status(context, slicer, 5.0, QueueCounts(9, 0, 0, 0, started=3))
+    return build_status(
+        context, slicer, 5.0, QueueCounts(9, 0, 0, 0, of_features={SliceCounts: SliceCounts(3)})
+    )
 
 
 def find_model(support: ModelSupport) -> SlicedModelStatus:
