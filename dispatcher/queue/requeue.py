@@ -35,7 +35,7 @@ def build_resubmission(names: QueueNames, member: bytes, score: float, deadline:
         queue=request.queue,
         queue_id=request.queue_id,
         correlation_id=request.correlation_id,
-        extra=request.extra and request.extra.move_to_end(),
+        extra=None if request.extra is None else request.extra.move_to_end(),
     )
     # A foreign producer may have used a score without a priority: such a request gets the first one.
     band = score // PRIORITY_STEP

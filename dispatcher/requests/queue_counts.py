@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -34,7 +33,7 @@ class QueueCounts:
     """Weight of all leases in the limit, in units."""
     closed: int = field(default=0, repr=False, compare=False)
     """Number of pending requests in closed lanes, from which no claim takes any."""
-    of_features: Mapping[type, Any] = field(default=MappingProxyType({}), repr=False, compare=False)
+    of_features: Mapping[type, Any] = field(default_factory=dict, repr=False, compare=False)
     """What features have counted, by type. Read it with `of`."""
 
     @property

@@ -12,18 +12,12 @@ request must not be cancelled under one id and answered under another. Inside `h
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import msgspec
-from msgspec.structs import replace
 
 from dispatcher.common.printable import truncate_text
-from dispatcher.features.sequences.turns import (
-    MAX_SEQUENCE_ID_BYTES,
-    Turn,
-    TurnFields,
-    parse_foreign_turn,
-)
+from dispatcher.features import import_modules
 from dispatcher.requests.affinity import Affinity
 from dispatcher.requests.duplicate_keys import collect_outer_keys
 from dispatcher.requests.headers import NAME as HEADER_NAME
@@ -44,6 +38,24 @@ connection."""
 ONE_CALL = {"slicing": "off"}
 """Metadata by which a producer says that a request is sent in one call."""
 _MESSAGE_CHARS = 200
+
+
+class MemberExtra(Protocol):
+    """What a feature has read from a member: how its request belongs together with others."""
+
+    @property
+    def key(self) -> str:
+        """Name that the requests that belong together share."""
+
+    @property
+    def last(self) -> bool:
+        """True if no other request follows that belongs together with this one."""
+
+    def move_to_end(self) -> MemberExtra:
+        """Return the value for a copy of the request, after all others that it belongs together with."""
+
+    def to_fields(self) -> object:
+        """Return what is written into a member."""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -74,8 +86,8 @@ class Request(msgspec.Struct, frozen=True):
     correlation_id: str = ""
     retry_count: int = 0
     """Value that the producer wrote. The queue counts attempts separately."""
-    extra: Turn | None = None
-    """What a feature has read from the member. `None` for a plain request."""
+    extra: Any = None
+    """What a feature has read from the member (`MemberExtra`). `None` for a plain request."""
     affinity: Affinity | None = None
     """Model server that the request needs, set by the dispatcher. Members do not contain it."""
     version: str = ""
@@ -99,7 +111,7 @@ class Rejection(msgspec.Struct, frozen=True):
     id: str | None = None
     token: str = ""
     results: str = ""
-    extra: Turn | None = None
+    extra: Any = None
     """What a feature has read from the member, if it is unambiguous: others may wait for the end of the
     request."""
 
@@ -114,7 +126,7 @@ class _Internal(msgspec.Struct):
     labels: dict[str, str] | None = None
 
 
-class _Data(msgspec.Struct):
+class _PlainData(msgspec.Struct):
     id: str
     deadline: int
     payload: msgspec.Raw
@@ -122,7 +134,18 @@ class _Data(msgspec.Struct):
     endpoint: str | None = None
     headers: dict[str, str] | None = None
     metadata: dict[str, str] | None = None
-    sequence: TurnFields | None = None
+    extra: ClassVar[Any] = None
+
+
+_EXTRA = next(iter(import_modules("member").values()), None)
+"""Module of the feature that reads a part of members. There is at most one. Its field is the last one of
+`data`."""
+if TYPE_CHECKING or _EXTRA is None:
+    _Data = _PlainData
+else:
+    _Data = msgspec.defstruct(
+        "_Data", [("extra", _EXTRA.Fields | None, None)], bases=(_PlainData,), rename={"extra": _EXTRA.FIELD}
+    )
 
 
 class _Member(msgspec.Struct):
@@ -161,10 +184,10 @@ _encode = msgspec.json.Encoder().encode
 
 _SECTIONS = {"": _Member, "internal": _Internal, "data": _Data}
 _KNOWN_FIELDS = frozenset(
-    (section, name) for section, kind in _SECTIONS.items() for name in kind.__struct_fields__
+    (section, name) for section, kind in _SECTIONS.items() for name in kind.__struct_encode_fields__
 )
 _KNOWN_NAMES = frozenset(name.encode() for _, name in _KNOWN_FIELDS)
-_SEQUENCE = b'"sequence"'
+_EXTRA_NAME = f'"{_EXTRA.FIELD}"'.encode() if _EXTRA is not None else b""
 
 
 def parse_member(member: bytes, *, max_payload_bytes: int | None = None) -> Request | Rejection:
@@ -208,9 +231,7 @@ def _decode_request(member: bytes) -> Request:
     data, internal = decoded.data, decoded.internal or _NO_INTERNAL
     # The scan for duplicates is slow, so it runs only if a cheap check cannot rule duplicates out. With
     # escapes the cheap check cannot see all names.
-    if b"\\" in envelope or _may_have_duplicates(
-        envelope if data.sequence is None else _remove_turn(envelope)
-    ):
+    if b"\\" in envelope or _may_have_duplicates(envelope if data.extra is None else _remove_extra(envelope)):
         _reject_duplicates(member, payload)
     if payload[:1] != b"{":
         raise _Invalid("data.payload: must be a JSON object")
@@ -239,20 +260,22 @@ def _decode_request(member: bytes) -> Request:
         internal.queue_id or "",
         internal.transport_correlation_id or "",
         internal.retry_count or 0,
-        _build_turn(data, internal) if data.sequence is not None or data.metadata else None,
+        _read_extra(data, internal) if data.extra is not None or data.metadata else None,
     )
 
 
-def _build_turn(data: _Data, internal: _Internal) -> Turn | None:
-    results = internal.result_queue_name or ""
+def _read_extra(data: _PlainData, internal: _Internal) -> MemberExtra | None:
+    if _EXTRA is None:
+        return None
     created = data.created if data.created is not None and 0 < data.created < PRIORITY_STEP else 0
     submitted_at = parse_submission_time(created, internal.request_token or "")
-    if data.sequence is None:
-        return parse_foreign_turn(data.metadata or _EMPTY, results, submitted_at)
-    turn = data.sequence.to_turn(results, submitted_at)
-    if turn is None:
-        raise _Invalid(f"data.sequence.id: longer than {MAX_SEQUENCE_ID_BYTES} bytes")
-    return turn
+    try:
+        extra: MemberExtra | None = _EXTRA.read_extra(
+            data.extra, data.metadata or _EMPTY, internal.result_queue_name or "", submitted_at
+        )
+    except ValueError as error:
+        raise _Invalid(str(error)) from None
+    return extra
 
 
 def _check_envelope_size(member: bytes) -> bytes | None:
@@ -319,16 +342,16 @@ def _check_headers(headers: Mapping[str, str]) -> None:
             raise _Invalid(f"data.headers: the value of {name} holds a control character")
 
 
-def _remove_turn(envelope: bytes) -> bytes:
-    """Return the envelope without the content of `data.sequence`, whose `id` is not a duplicate of the
+def _remove_extra(envelope: bytes) -> bytes:
+    """Return the envelope without the content of the feature's field, whose names are not duplicates of the
     request's.
 
-    The envelope has no escapes, and `sequence` is an object in it. If the end of the object is not obvious,
+    The envelope has no escapes, and the field is an object in it. If the end of the object is not obvious,
     return the whole envelope.
     """
-    if envelope.count(_SEQUENCE) != 1:
+    if envelope.count(_EXTRA_NAME) != 1:
         return envelope
-    start = envelope.index(b"{", envelope.index(_SEQUENCE)) + 1
+    start = envelope.index(b"{", envelope.index(_EXTRA_NAME)) + 1
     end = envelope.index(b"}", start)
     inside = envelope[start:end]
     return envelope if b"{" in inside or inside.count(b'"') % 2 else envelope[:start] + envelope[end:]
@@ -393,7 +416,7 @@ def encode_member(
     queue: str = "",
     queue_id: str = "",
     correlation_id: str = "",
-    extra: Turn | None = None,
+    extra: MemberExtra | None = None,
 ) -> bytes:
     """Return the member for a request. Raise `ValueError` if `parse_member` would reject it.
 
@@ -416,8 +439,9 @@ def encode_member(
         "metadata": metadata,
         "headers": headers,
         "endpoint": endpoint,
-        "sequence": None if extra is None else replace(extra, owner="", submitted_at=0.0, override=""),
     }
+    if extra is not None and _EXTRA is not None:
+        data[_EXTRA.FIELD] = extra.to_fields()
     member = _encode(
         {
             "internal": {name: value for name, value in internal.items() if value or name == "retry_count"},

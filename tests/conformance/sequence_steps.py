@@ -31,7 +31,7 @@ def get_turn(lease: Lease, terms: SequenceTerms = TERMS) -> Turn:
     """Return the turn of a request, with the override for its model."""
     request = parse_member(lease.member)
     assert isinstance(request, Request)
-    assert request.extra is not None
+    assert isinstance(request.extra, Turn)
     override = terms.match_override(parse_model(request.payload))
     return msgspec.structs.replace(request.extra, override=override)
 

@@ -644,7 +644,8 @@ def parse_turn(member: bytes, terms: SequenceTerms = TERMS) -> Turn | None:
     request = parse_member(member)
     if not isinstance(request, Request) or request.extra is None:
         return None
-    return structs.replace(request.extra, override=terms.match_override(parse_model(request.payload)))
+    turn: Turn = request.extra
+    return structs.replace(turn, override=terms.match_override(parse_model(request.payload)))
 
 
 COUNTERS = ("held", "released", "aborted", "cancelled", "gaps")

@@ -384,8 +384,7 @@ def build_pin_key(terms: FamilyTerms, request: Request) -> str:
     if terms.pin is PinScope.JOB:
         name = next((f"job {job}" for label in JOB_LABELS if (job := request.labels.get(label))), "")
     if not name and terms.pin is not PinScope.REQUEST and request.extra is not None:
-        # The name includes the owner, so that another producer cannot keep the sequence from its version.
-        name = f"sequence {request.extra.owner} {request.extra.id}"
+        name = request.extra.key
     if not name:
         return ""
     return blake2b(f"{terms.name} {name}".encode(errors="replace"), digest_size=16).hexdigest()

@@ -7,13 +7,13 @@ lab/memory_queue/sequence_rules.py has the rules.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import sha256
-from typing import Annotated, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 MAX_SEQUENCE_ID_BYTES = 256
 MIN_SECRET_CHARS, MAX_SECRET_CHARS = 16, 256
@@ -61,53 +61,33 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
     """Secret that proves that the producer may use the sequence. If it is empty, the name of the producer's
     result list is the proof."""
     owner: str = ""
-    """Digest of the secret, or of the name of the result list. Empty for the default list. `parse` sets it;
-    it is never written into a member."""
+    """Digest of the secret, or of the name of the result list. Empty for the default list. `member.py` sets
+    it; it is never written into a member."""
     submitted_at: float = 0.0
-    """Unix time at which the request was submitted. 0 if the member does not say. `parse` sets it; it is
+    """Unix time at which the request was submitted. 0 if the member does not say. `member.py` sets it; it is
     never written into a member."""
     override: str = ""
     """Name of the override of the settings for the model of the request (`SequenceTerms.match_override`).
     Empty if there is none. The dispatcher sets it; it is never written into a member."""
 
+    @property
+    def key(self) -> str:
+        """Name that the requests of a sequence share. It includes the owner, so that another producer cannot
+        use it."""
+        return f"sequence {self.owner} {self.id}"
+
     def move_to_end(self) -> Turn:
         """Return a turn after all others, for a request without which the sequence has gone on."""
         return Turn(self.id, on_error=self.on_error, secret=self.secret)
+
+    def to_fields(self) -> Turn:
+        """Return what is written into a member."""
+        return replace(self, owner="", submitted_at=0.0, override="")
 
     def __repr__(self) -> str:
         """Return the fields for logs, without the secret."""
         shown = ("id", "index", "last", "reset", "on_error", "carry")
         return f"Turn({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
-
-
-class TurnFields(msgspec.Struct):
-    """`data.sequence` as a decoder reads it."""
-
-    id: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_SEQUENCE_ID_BYTES)]
-    index: Annotated[int, msgspec.Meta(ge=0, le=MAX_INDEX)] | None = None
-    last: bool | None = None
-    reset: bool | None = None
-    on_error: Literal["continue", "abort", "hold"] | None = None
-    carry: Literal["off", "messages"] | None = None
-    secret: Annotated[str, msgspec.Meta(min_length=MIN_SECRET_CHARS, max_length=MAX_SECRET_CHARS)] | None = (
-        None
-    )
-
-    def to_turn(self, results: str, submitted_at: float) -> Turn | None:
-        """Return the turn. `None` if the id has too many bytes."""
-        if len(self.id.encode()) > MAX_SEQUENCE_ID_BYTES:
-            return None
-        return Turn(
-            self.id,
-            self.index,
-            bool(self.last),
-            bool(self.reset),
-            None if self.on_error is None else OnError(self.on_error),
-            None if self.carry is None else CarryMode(self.carry),
-            self.secret or "",
-            digest_owner(self.secret or "", results),
-            submitted_at,
-        )
 
 
 def digest_owner(secret: str, results: str) -> str:
@@ -120,26 +100,6 @@ def digest_owner(secret: str, results: str) -> str:
         return ""
     text = f"secret {secret}" if secret else f"list {results}"
     return sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]
-
-
-def parse_foreign_turn(
-    metadata: Mapping[str, str], results: str = "", submitted_at: float = 0.0
-) -> Turn | None:
-    """Return the turn that a producer without `data.sequence` states in its metadata: `sequence_id`,
-    `sequence_index`.
-
-    These never reject a request, because producers may use these names with another meaning. An invalid id is
-    treated as absent, and without a valid index the order of arrival counts.
-    """
-    sequence_id = metadata.get("sequence_id", "")
-    if not 0 < len(sequence_id.encode()) <= MAX_SEQUENCE_ID_BYTES:
-        return None
-    index_text = metadata.get("sequence_index", "")
-    # 15 digits are at most MAX_INDEX.
-    index = (
-        int(index_text) if index_text.isascii() and index_text.isdigit() and len(index_text) <= 15 else None
-    )
-    return Turn(sequence_id, index, owner=digest_owner("", results), submitted_at=submitted_at)
 
 
 class SequenceStatus(StrEnum):

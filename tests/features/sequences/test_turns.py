@@ -35,6 +35,7 @@ def parse_with(**data: Any) -> Request | Rejection:
 def parse_turn(**data: Any) -> Turn | None:
     parsed = parse_with(**data)
     assert isinstance(parsed, Request), parsed
+    assert parsed.extra is None or isinstance(parsed.extra, Turn)
     return parsed.extra
 
 
@@ -97,7 +98,7 @@ def parse_owned_turn(*, results: str = "", token: str = "", **data: Any) -> Turn
         json.dumps({"internal": internal, "request_kind": "redis", "data": fields}).encode()
     )
     assert isinstance(parsed, Request), parsed
-    assert parsed.extra is not None
+    assert isinstance(parsed.extra, Turn)
     return parsed.extra
 
 
