@@ -18,6 +18,7 @@ from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.requests.outcomes.outcome import Delivered, RetryPolicy
 from dispatcher.requests.request import Request
 from dispatcher.requests.result import decode_result
+from dispatcher.telemetry.events import Event, divert_events
 from dispatcher.telemetry.metrics import Metrics
 from tests.kernel.scene import HeaderGateway, open_limiter
 from tests.queue.factories import member
@@ -46,6 +47,14 @@ class NamedPart(LeasePart):
             now = asyncio.get_running_loop().time()
             return AttemptResult(Delivered(204, b"{}"), now, now)
         return replace(request, headers={**request.headers, self.name: "yes"})
+
+
+class FaultyPart(NamedPart):
+    """Part that raises an exception each time it has forgotten a lease."""
+
+    def forget_lease(self, token: str) -> None:
+        super().forget_lease(token)
+        raise RuntimeError("a defect")
 
 
 class TwoParts:
@@ -92,3 +101,11 @@ def test_each_part_prepares_what_the_part_before_it_has_prepared() -> None:
 def test_request_that_a_part_has_answered_is_not_sent() -> None:
     gateway, status = run_with_parts(NamedPart("x-first", answers=True), NamedPart("x-second"))
     assert (gateway.headers, status) == ({}, 204)
+
+
+def test_exception_of_a_part_that_forgets_a_lease_concerns_no_other_part() -> None:
+    events: list[Event] = []
+    with divert_events(lambda event, _: events.append(event)):
+        _, status = run_with_parts(FaultyPart("x-first"), NamedPart("x-second"))
+    assert status == 200
+    assert events.count(Event.INTERNAL_ERROR) == 1
