@@ -9,7 +9,7 @@ JOBS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) * 3 )))
 PYTEST := $(BIN)/pytest
 MUTATED := dispatcher/limit dispatcher/requests
 PURE := tests/common tests/limit tests/requests $(addprefix tests/features/,merging models sequences slices)
-UNIT := $(PURE) tests/kernel tests/settings
+UNIT := $(PURE) $(wildcard tests/features/test_*.py) tests/kernel tests/settings
 # What a version of a library or of Python can break, without the tests that take long.
 FAST := -n $(JOBS) -q -m "not serial and not slow and not long and not first" $(UNIT) \
 	tests/gateway tests/signals tests/queue tests/client tests/batched

@@ -10,6 +10,7 @@ from dispatcher.kernel.hooks import Hooks
 from dispatcher.kernel.in_flight import InFlightTable
 from dispatcher.kernel.parsed_requests import ParsedRequestCache
 from dispatcher.queue.contract import DeadLetter, Settlement
+from dispatcher.telemetry.events import Event, emit
 
 if TYPE_CHECKING:
     from dispatcher.gateway.contract import Gateway
@@ -60,11 +61,13 @@ class KernelContext:
 
     def remove_lease(self, token: str) -> InFlightLease | None:
         """Remove a lease that has ended, or that another owner has now. `None` if it is not known."""
-        # The table comes first: if a feature raises, nothing renews or reports the lease any more.
         entry = self.in_flight.remove_lease(token)
         for part in self.hooks.lease_parts:
             if token in part.leases:
-                part.forget_lease(token)
+                try:
+                    part.forget_lease(token)
+                except Exception as error:  # the lease has ended, and the other features must forget it
+                    emit(Event.INTERNAL_ERROR, where="ended lease", error=repr(error))
         return entry
 
     def remove_lost_lease(self, token: str) -> None:

@@ -7,6 +7,7 @@ Exceptions are caught in these places, so that none of them reaches the loop:
     claimed leases  pipeline.py     each request runs through the stages again, alone
     batch groups    sending.py      the members of the call that could not be prepared are charged
     completions     flush.py        each one is reported alone, and given up if the queue cannot take it
+    ended leases    context.py      the other features forget the lease
     overdue         maintenance.py  the other overdue requests are answered
     tasks           `start_task`    the task starts again after a pause, also those of the service
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from dispatcher.kernel import completions
@@ -88,9 +89,7 @@ class ErrorGuard:
 
     def drop_lease(self, token: str) -> None:
         """Remove a lease without a completion, so that it expires."""
-        # The table comes first, so the lease leaves it even if a later step raises.
-        with suppress(Exception):
-            self._context.remove_lease(token)
+        self._context.remove_lease(token)
 
 
 def start_task(tasks: asyncio.TaskGroup, run: Callable[[], Awaitable[None]], name: str) -> asyncio.Task[None]:

@@ -106,13 +106,8 @@ class FollowUp:
     """Leases that return to their place in the queue."""
 
 
-class Grouping(Protocol):
-    """Leases that are sent in one call, and calls that follow from its answer."""
-
-    @property
-    def leases(self) -> Container[str]:
-        """Tokens of the leases that wait for a group, or are in one of its calls."""
-        ...
+class Groups(Protocol):
+    """Leases that wait for others, to be sent in one call."""
 
     @property
     def next_due_at(self) -> float | None:
@@ -122,14 +117,6 @@ class Grouping(Protocol):
     @property
     def unweighted_count(self) -> int:
         """Number of waiting requests that count no unit yet, because they will share the unit of a call."""
-        ...
-
-    def weigh(self, token: str) -> float:
-        """Return the units of a lease. Less than 1 is its share of a call, allocated when that is sent."""
-        ...
-
-    def add_to_group(self, entry: InFlightLease, now: float, left_s: float) -> None:
-        """Let a lease wait for its group. `left_s` is the time to its deadline."""
         ...
 
     def take_all(self) -> list[InFlightLease]:
@@ -143,6 +130,26 @@ class Grouping(Protocol):
 
         `is_complete` says that no other request can arrive soon.
         """
+        ...
+
+
+class Grouping(Protocol):
+    """Leases that are sent in one call, and calls that follow from its answer."""
+
+    @property
+    def leases(self) -> Container[str]:
+        """Tokens of the leases that wait in groups, or are in one of the calls."""
+        ...
+
+    @property
+    def groups(self) -> Groups: ...
+
+    def weigh(self, token: str) -> float:
+        """Return the units of a lease. Less than 1 is its share of a call, allocated when that is sent."""
+        ...
+
+    def add_to_group(self, entry: InFlightLease, now: float, left_s: float) -> None:
+        """Let a lease wait for its group. `left_s` is the time to its deadline."""
         ...
 
     def get_entries(self, members: Sequence[Any]) -> list[InFlightLease]:

@@ -214,7 +214,7 @@ class Dispatcher(Generic[F]):
                 if not self.context.options.observe:
                     await self._claimer.claim_work()
                     grouping = self.context.hooks.grouping
-                    if grouping is not None and grouping.next_due_at is not None:
+                    if grouping is not None and grouping.groups.next_due_at is not None:
                         await self._pipeline.send_ready_groups(self._claimer.build_permit)
                 self._schedule_wake_up()
             except BaseException as error:
@@ -236,7 +236,7 @@ class Dispatcher(Generic[F]):
             on_allowance(allowance)
         wake_at = at + (self._access.retry_pause_s if self.context.pending else MAX_ROUND_INTERVAL_S)
         grouping = self.context.hooks.grouping
-        if grouping is not None and (group_due_at := grouping.next_due_at) is not None:
+        if grouping is not None and (group_due_at := grouping.groups.next_due_at) is not None:
             wake_at = max(min(wake_at, group_due_at), at)
         if (grant_at := self._claimer.next_grant_at) is not None:
             wake_at = max(min(wake_at, grant_at), at)

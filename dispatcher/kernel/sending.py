@@ -70,14 +70,14 @@ class RequestSender:
         """Send the batch groups that are complete or have waited long enough. Return all their leases if
         nothing may be sent."""
         grouping = self._context.hooks.grouping
-        if grouping is None or grouping.next_due_at is None:
+        if grouping is None or grouping.groups.next_due_at is None:
             return
         try:
             await self._send_ready_groups(grouping, build_permit)
         except Exception as error:
             # Any member may be the cause. After a failed attempt, each of them is sent alone.
             entries = [entry for entry in self._in_flight if entry.is_in_batch_group]
-            grouping.take_all()
+            grouping.groups.take_all()
             self._in_flight.leave_batch_group(entries)
             self._guard.fail_leases(entries, error, "batch groups")
 
@@ -86,7 +86,7 @@ class RequestSender:
     ) -> None:
         allowance = self._limiter.get_allowance(loop_time())
         if allowance.reason.is_closed or self.is_stopping:
-            self._runner.complete_unsent(grouping.take_all())
+            self._runner.complete_unsent(grouping.groups.take_all())
             return
         room = allowance.limit - self._in_flight.units - self._limiter.other_owners_units
         # No request can join soon: none waits in the queue, or there is no room and no running request will
@@ -94,7 +94,7 @@ class RequestSender:
         is_complete = not self._access.has_claimable_requests or (
             room <= 0 and not self._in_flight.running_count
         )
-        ready, stopped = grouping.take_ready(
+        ready, stopped = grouping.groups.take_ready(
             loop_time(), is_complete=is_complete, is_lease_valid=self._access.is_lease_valid
         )
         self._runner.complete_unsent(stopped)

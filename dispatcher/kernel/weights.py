@@ -42,7 +42,8 @@ class UnitAllocator:
         """Return how many requests to claim for the free units, and the units that each counts until it is
         parsed."""
         grouping = self._context.hooks.grouping
-        return self._weights.plan_claim(free_units, 0 if grouping is None else grouping.unweighted_count)
+        unweighted_count = 0 if grouping is None else grouping.groups.unweighted_count
+        return self._weights.plan_claim(free_units, unweighted_count)
 
     async def allocate_for_calls(self, attempts: list[Attempt], permit: Permit) -> Set[str]:
         """Count one unit for each of these calls: on its first lease, and nothing on the others.

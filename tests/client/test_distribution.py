@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import re
 import subprocess
 import sys
 import tomllib
@@ -36,6 +37,21 @@ if __name__ == "__main__":
     with Double() as double:
         print(asyncio.run(main()).status, double.sync(4))
 """
+
+IMPORT_EVERYTHING = """
+import importlib, sys
+from dispatcher import client
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+for name in client.__all__:
+    getattr(client, name)
+"""
+OWNER_MODULES = re.compile(
+    r"dispatcher\.(check|cli|gateway|kernel|lab|limit|service|settings|signals)\b"
+    r"|dispatcher\.features\.(merging|models|slices)\b"
+    r"|dispatcher\.queue\.redis\.(owner|result_writer|outbox|steps\.(claim|renew|settle|sweep))$"
+)
+"""Modules of the process that sends requests, which the client must not contain."""
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +92,15 @@ async def test_installed_client_submits_requests(
     async with fake_dispatcher.answer_continuously():
         printed = await asyncio.to_thread(run, python, str(program), one_redis.url)
     assert printed == "200 8"
+
+
+def test_each_module_can_be_imported_and_none_is_of_the_dispatcher(python: Path) -> None:
+    folder = site_packages(python) / "batch_dispatcher_client"
+    files = [path.relative_to(folder).with_suffix("") for path in folder.rglob("*.py")]
+    modules = sorted(".".join(file.parts).removesuffix(".__init__") for file in files)
+    assert len(modules) > 100
+    assert [name for name in modules if OWNER_MODULES.match(name)] == []
+    run(python, "-c", IMPORT_EVERYTHING, *modules)
 
 
 def test_modules_of_the_dispatcher_are_used_if_both_are_installed(python: Path) -> None:

@@ -82,6 +82,20 @@ class AnsweringGateway:
     def resize_connection_pool(self, max_requests: int) -> None: ...
 
 
+class HeaderGateway(AnsweringGateway):
+    """Gateway that notes the headers of each request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.headers: dict[str, dict[str, str]] = {}
+
+    async def forward(
+        self, request: Request, *, token: str, deadline: float, may_send: object
+    ) -> AttemptResult:
+        self.headers[request.id] = dict(request.headers)
+        return await super().forward(request, token=token, deadline=deadline, may_send=may_send)
+
+
 class UnreachableGateway(AnsweringGateway):
     """Gateway that cannot be reached while `is_unreachable` is true."""
 

@@ -18,8 +18,9 @@ from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.requests.outcomes.outcome import Delivered, RetryPolicy
 from dispatcher.requests.request import Request
 from dispatcher.requests.result import decode_result
+from dispatcher.telemetry.events import Event, divert_events
 from dispatcher.telemetry.metrics import Metrics
-from tests.kernel.scene import AnsweringGateway, open_limiter
+from tests.kernel.scene import HeaderGateway, open_limiter
 from tests.queue.factories import member
 
 
@@ -48,23 +49,17 @@ class NamedPart(LeasePart):
         return replace(request, headers={**request.headers, self.name: "yes"})
 
 
+class FaultyPart(NamedPart):
+    """Part that raises an exception each time it has forgotten a lease."""
+
+    def forget_lease(self, token: str) -> None:
+        super().forget_lease(token)
+        raise RuntimeError("a defect")
+
+
 class TwoParts:
     def __init__(self, *parts: NamedPart) -> None:
         self.hooks = Hooks(stages=parts, lease_parts=parts)
-
-
-class HeaderGateway(AnsweringGateway):
-    """Gateway that notes the headers of each request."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.headers: list[list[str]] = []
-
-    async def forward(
-        self, request: Request, *, token: str, deadline: float, may_send: object
-    ) -> AttemptResult:
-        self.headers.append(sorted(request.headers))
-        return await super().forward(request, token=token, deadline=deadline, may_send=may_send)
 
 
 def run_with_parts(*parts: NamedPart) -> tuple[HeaderGateway, int | None]:
@@ -100,9 +95,17 @@ def run_with_parts(*parts: NamedPart) -> tuple[HeaderGateway, int | None]:
 
 def test_each_part_prepares_what_the_part_before_it_has_prepared() -> None:
     gateway, status = run_with_parts(NamedPart("x-first"), NamedPart("x-second"))
-    assert (gateway.headers, status) == ([["x-first", "x-second"]], 200)
+    assert (gateway.headers, status) == ({"r-1": {"x-first": "yes", "x-second": "yes"}}, 200)
 
 
 def test_request_that_a_part_has_answered_is_not_sent() -> None:
     gateway, status = run_with_parts(NamedPart("x-first", answers=True), NamedPart("x-second"))
-    assert (gateway.headers, status) == ([], 204)
+    assert (gateway.headers, status) == ({}, 204)
+
+
+def test_exception_of_a_part_that_forgets_a_lease_concerns_no_other_part() -> None:
+    events: list[Event] = []
+    with divert_events(lambda event, _: events.append(event)):
+        _, status = run_with_parts(FaultyPart("x-first"), NamedPart("x-second"))
+    assert status == 200
+    assert events.count(Event.INTERNAL_ERROR) == 1

@@ -49,7 +49,7 @@ from dispatcher.requests.submission import QueueUnavailableError
 from dispatcher.telemetry import catalogue as series
 from dispatcher.telemetry.events import Event, divert_events
 from dispatcher.telemetry.metrics import Metrics
-from tests.kernel.fault_scene import Fault, inject
+from tests.kernel.faults import Fault, inject
 from tests.kernel.scene import AnsweringGateway, open_limiter, request
 from tests.queue.factories import member
 

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
 
-from tests.kernel.embedding_gateway import build_answer
+from tests.features.merging.embedding_gateway import build_answer
 
 
 @dataclass

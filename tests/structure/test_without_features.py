@@ -14,19 +14,16 @@ import pytest
 from dispatcher import features
 from tests.paths import ROOT
 
-REMOVABLE = ("slices", "batch_files", "named_streams")
+REMOVABLE = ("slices", "merging", "batch_files", "named_streams")
 NOT_REMOVABLE_YET = {
     "sequences": "the queue's contract, its scripts and the parser of requests know turns",
     "models": "the pipeline always has a model router, and the queue's contract has the model registry",
-    "merging": "the pipeline always has a merger, and parsers of JSON are in its folder",
 }
 """Reason why the program does not start without a feature."""
 QUICK_TESTS = ("tests/kernel/test_admission.py", "tests/queue/test_lua_scripts.py")
 KERNEL_TESTS = (
-    *QUICK_TESTS,
-    "tests/kernel/test_attempts.py",
-    "tests/kernel/test_flush.py",
-    "tests/kernel/test_loop.py",
+    "tests/kernel",
+    "tests/queue/test_lua_scripts.py",
     "tests/limit/test_limiter.py",
     "tests/requests/test_request.py",
     "tests/requests/outcomes/test_outcome.py",

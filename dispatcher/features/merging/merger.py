@@ -25,7 +25,7 @@ process already, and count in the limit.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from dispatcher.features.merging import shapes
@@ -60,7 +60,6 @@ from dispatcher.requests.result import ErrorCode
 from dispatcher.telemetry.events import Event, emit
 
 if TYPE_CHECKING:
-    from dispatcher.features.merging.groups import ReadyCall
     from dispatcher.features.merging.rules import BatchRule
     from dispatcher.features.merging.shapes import Part
     from dispatcher.gateway.contract import AttemptResult
@@ -100,11 +99,6 @@ class RequestMerger(LeasePart):
             self.targets = MergeTargets(self._rules)
 
     # ── groups ───────────────────────────────────────────────────────────────────────────────────────────
-
-    @property
-    def has_rules(self) -> bool:
-        """True if any request may be merged."""
-        return bool(self._rules)
 
     def has_rule_for(self, request: Request) -> bool:
         """Return True if a rule applies to the path of the request."""
@@ -176,7 +170,7 @@ class RequestMerger(LeasePart):
     def apply(self, requests: list[ClaimedRequest]) -> list[ClaimedRequest]:
         """Register the requests that may be merged. Return those that may be sent; the others are
         completed."""
-        if not self.has_rules:
+        if not self._rules:
             return requests
         return [claimed for claimed in requests if self._may_be_sent(claimed)]
 
@@ -192,26 +186,6 @@ class RequestMerger(LeasePart):
     def weigh(self, token: str) -> float:
         """Return the units of a request. Less than 1 is its share of a merged call."""
         return self.leases[token].units
-
-    @property
-    def next_due_at(self) -> float | None:
-        """Time at which the next batch group may be ready. `None` if no request waits in a group."""
-        return self.groups.next_due_at
-
-    @property
-    def unweighted_count(self) -> int:
-        """Number of waiting requests that count no unit yet."""
-        return self.groups.unweighted_count
-
-    def take_all(self) -> list[InFlightLease]:
-        """Remove and return the leases that wait in groups."""
-        return self.groups.take_all()
-
-    def take_ready(
-        self, now: float, *, is_complete: bool, is_lease_valid: Callable[[InFlightLease], bool]
-    ) -> tuple[list[ReadyCall], list[InFlightLease]]:
-        """Return the calls that are ready, and the leases that must not be sent."""
-        return self.groups.take_ready(now, is_complete=is_complete, is_lease_valid=is_lease_valid)
 
     def get_entries(self, members: Sequence[BatchMember]) -> list[InFlightLease]:
         return [member.entry for member in members]

@@ -13,7 +13,6 @@ from enum import StrEnum
 from hashlib import sha256
 
 import msgspec
-from msgspec.structs import replace
 
 MAX_SEQUENCE_ID_BYTES = 256
 MIN_SECRET_CHARS, MAX_SECRET_CHARS = 16, 256
@@ -82,7 +81,7 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def to_fields(self) -> Turn:
         """Return what is written into a member."""
-        return replace(self, owner="", submitted_at=0.0, override="")
+        return Turn(self.id, self.index, self.last, self.reset, self.on_error, self.carry, self.secret)
 
     def __repr__(self) -> str:
         """Return the fields for logs, without the secret."""

@@ -16,7 +16,7 @@ from dispatcher.kernel.maintenance import EXPIRE_BATCH_SIZE, MAX_EXPIRE_BATCHES
 from dispatcher.kernel.queue_access import loop_time
 from dispatcher.kernel.queue_steps import QueueStep
 from dispatcher.limit.health import Cause, WaitingReason
-from dispatcher.telemetry.events import emit
+from dispatcher.telemetry.events import Event, emit
 
 if TYPE_CHECKING:
     from dispatcher.kernel.context import KernelContext
@@ -90,9 +90,12 @@ class SequenceUpkeep:
             )
             by_code: dict[ErrorCode, list[tuple[UnleasedRequest, Settlement]]] = {}
             for remaining in found:
-                by_code.setdefault(remaining.error_code, []).append(
-                    (remaining.request, build_remaining_error(remaining))
-                )
+                try:
+                    settlement = build_remaining_error(remaining)
+                except Exception as error:  # it must not hold up the others
+                    emit(Event.INTERNAL_ERROR, where="remaining request", error=repr(error))
+                    continue
+                by_code.setdefault(remaining.error_code, []).append((remaining.request, settlement))
             ended_count = 0
             for code, items in by_code.items():
                 answered_count = (

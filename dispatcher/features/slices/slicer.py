@@ -85,7 +85,7 @@ class _Slice:
 
 
 class Slicer(LeasePart):
-    """Slices the requests of one process. `is_merged` returns True for a request that a rule merges."""
+    """Slices the requests of one process."""
 
     def __init__(self, context: KernelContext) -> None:
         self.support = SupportTable()

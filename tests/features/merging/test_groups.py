@@ -16,7 +16,7 @@ from dispatcher.features.merging.groups import BatchGroups
 from dispatcher.features.merging.merged_calls import BatchMember
 from dispatcher.features.merging.rules import MergeMode
 from dispatcher.kernel.in_flight import InFlightLease
-from tests.kernel.batch_members import RULE, build_member, build_target
+from tests.features.merging.batch_members import RULE, build_member, build_target
 
 
 def is_valid(_entry: InFlightLease) -> bool:

@@ -27,8 +27,8 @@ from dispatcher.features.merging.merged_calls import (
 )
 from dispatcher.features.merging.rules import BatchRule, MergeMode
 from dispatcher.requests.outcomes.outcome import Delivered, Failed
-from tests.kernel.batch_members import PATH, RULE, build_member, build_target
-from tests.kernel.embedding_gateway import build_answer
+from tests.features.merging.batch_members import PATH, RULE, build_member, build_target
+from tests.features.merging.embedding_gateway import build_answer
 
 WILDCARD_RULE = replace(RULE, paths=("/v1/*", "/models/*:predict"), grouping=GroupingRule(9))
 TEXTS = [f"text {number}" for number in range(10)]

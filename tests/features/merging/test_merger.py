@@ -33,7 +33,7 @@ from dispatcher.requests.score import compute_score
 from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.events import Event, divert_events
 from dispatcher.telemetry.metrics import Metrics
-from tests.kernel.embedding_gateway import EmbeddingGateway, build_answer
+from tests.features.merging.embedding_gateway import EmbeddingGateway, build_answer
 from tests.kernel.scene import find_part, lease, request
 
 PATH = "/v1/embeddings"

@@ -16,7 +16,7 @@ from dispatcher.features.merging.status import (
 )
 from dispatcher.limit.budget import Policy, Reading, Signal
 from dispatcher.limit.limiter import Limiter
-from tests.kernel.batch_members import PATH, RULE, build_target
+from tests.features.merging.batch_members import PATH, RULE, build_target
 from tests.service.limiter_status import create_context
 
 ENDED = "the answer to a merged call differs from the answers to single calls: item 0: cosine 0.4210"

@@ -36,16 +36,14 @@ from dispatcher.kernel.sending import RequestSender
 from dispatcher.kernel.weights import UnitAllocator
 from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.limit.limiter import Limiter
-from tests.kernel.fault_scene import (
+from tests.features.fault_scene import (
     MAX_ATTEMPTS,
-    Fault,
     FeatureGateway,
-    InjectedError,
-    list_methods,
     run_with_faults,
     submit_all_kinds,
     wait_for_results,
 )
+from tests.kernel.faults import Fault, InjectedError, list_methods
 from tests.kernel.scene import AnsweringGateway, Scene, run_in_scene
 
 # An exception between two lookups leaves the call of the first one behind.

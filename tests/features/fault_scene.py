@@ -1,15 +1,10 @@
-"""A scene with all features, and exceptions that are raised at any step of the loop."""
+"""A scene with all features, in which exceptions are raised."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import wraps
-from types import ModuleType
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -25,8 +20,6 @@ from dispatcher.features.slices.options import SliceOptions
 from dispatcher.gateway.buffers import AnswerBuffer, AnswerBufferPool
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Options
-from dispatcher.kernel.completions import Completion, get_lease
-from dispatcher.kernel.context import KernelContext
 from dispatcher.kernel.options import index_options
 from dispatcher.limit.budget import Reading, Signal
 from dispatcher.requests.outcomes.outcome import RetryPolicy
@@ -34,8 +27,9 @@ from dispatcher.requests.request import Request, encode_member
 from dispatcher.requests.result import PoppedResult, decode_result
 from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.events import Event
+from tests.features.merging.embedding_gateway import EmbeddingGateway
 from tests.features.slices.generation_gateway import GenerationGateway
-from tests.kernel.embedding_gateway import EmbeddingGateway
+from tests.kernel.faults import Fault, count_completions, inject
 from tests.kernel.model_scene import update_listings
 from tests.kernel.scene import AnsweringGateway, Scene, run_in_scene
 
@@ -75,121 +69,6 @@ class FeatureGateway(AnsweringGateway):
         memory = AnswerBuffer(self.buffers)
         assert memory.try_grow_to(10)
         return result.copy_with(memory=memory)
-
-
-class InjectedError(Exception):
-    """Exception that no program expects."""
-
-
-@dataclass
-class Fault:
-    """An exception at one method, or function of a module: at call `at_call`, or at all calls about request
-    `request_id`."""
-
-    cls: type | ModuleType
-    method: str
-    at_call: int = 0
-    request_id: str = ""
-    is_late: bool = False
-    """True if the method does its work before it raises the exception."""
-    error: type[BaseException] = InjectedError
-    is_active: bool = False
-    """True while the exception may be raised."""
-    call_count: int = 0
-    raised_count: int = 0
-
-    def must_raise(self, arguments: tuple[Any, ...]) -> bool:
-        if not self.is_active:
-            return False
-        self.call_count += 1
-        if self.request_id:
-            return any(map(self._concerns_request, arguments))
-        return self.call_count == self.at_call
-
-    def raise_error(self) -> None:
-        self.raised_count += 1
-        raise self.error(self.method)
-
-    def _concerns_request(self, value: Any) -> bool:
-        """Return True if a value is the request, or holds it."""
-        if isinstance(value, list | tuple):
-            return any(map(self._concerns_request, value))
-        if getattr(value, "id", None) == self.request_id or self.request_id == getattr(
-            value, "request_id", None
-        ):
-            return True
-        member = getattr(value, "member", b"")
-        if isinstance(member, bytes) and b'"id":"%b"' % self.request_id.encode() in member:
-            return True
-        names = ("request", "entry", "leases", "lease", "settlement", "ended")
-        return any(
-            self._concerns_request(held) for name in names if (held := getattr(value, name, None)) is not None
-        )
-
-
-@contextmanager
-def inject(*faults: Fault) -> Iterator[None]:
-    """Raise `InjectedError` at the steps that the faults name."""
-    before = [(fault.cls, fault.method, vars(fault.cls)[fault.method]) for fault in faults]
-    try:
-        for fault, (cls, name, method) in zip(faults, before, strict=True):
-            setattr(cls, name, _wrap(method, fault))
-        yield
-    finally:
-        for cls, name, method in before:
-            setattr(cls, name, method)
-
-
-def _wrap(method: Any, fault: Fault) -> Any:
-    if inspect.iscoroutinefunction(method):
-
-        @wraps(method)
-        async def call_async(*arguments: Any, **options: Any) -> Any:
-            must_raise = fault.must_raise(arguments)
-            answer = await method(*arguments, **options) if fault.is_late or not must_raise else None
-            if must_raise:
-                fault.raise_error()
-            return answer
-
-        return call_async
-
-    @wraps(method)
-    def call(*arguments: Any, **options: Any) -> Any:
-        must_raise = fault.must_raise(arguments)
-        answer = method(*arguments, **options) if fault.is_late or not must_raise else None
-        if must_raise:
-            fault.raise_error()
-        return answer
-
-    return call
-
-
-@contextmanager
-def count_completions() -> Iterator[Counter[str]]:
-    """Count the completions of each lease, by its token."""
-    counts: Counter[str] = Counter()
-    complete = KernelContext.complete
-
-    def complete_and_count(context: KernelContext, completion: Completion) -> None:
-        counts[get_lease(completion).token] += 1
-        complete(context, completion)
-
-    KernelContext.complete = complete_and_count  # type: ignore[method-assign, assignment]
-    try:
-        yield counts
-    finally:
-        KernelContext.complete = complete  # type: ignore[method-assign]
-
-
-def list_methods(cls: type | ModuleType) -> list[str]:
-    """Return the names of the methods that a class itself defines, or of the functions of a module."""
-    return [
-        name
-        for name, value in vars(cls).items()
-        if inspect.isfunction(value)
-        and not name.startswith("__")
-        and (isinstance(cls, type) or value.__module__ == cls.__name__)
-    ]
 
 
 async def submit_all_kinds(scene: Scene) -> set[str]:
