@@ -183,7 +183,7 @@ class Settlement(Value, frozen=True):
     extra: Extra | None = None
     """State that the request leaves to a feature. Other requests may be claimable because of it."""
     request_extra: Any = None
-    """What a feature has read from the member of the request (`Request.extra`)."""
+    """Part of the member of the request that a feature has read (`Request.extra`)."""
     failure: str = ""
     """Why the request has no answer. Empty if it has one."""
 

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class FeatureCounts:
-    """What one feature has counted in a queue."""
+    """Counts of one feature in a queue."""
 
     parts: Iterable[object]
     """Counts that `QueueCounts.of` returns by their type."""
@@ -34,7 +34,7 @@ class QueueCounts:
     closed: int = field(default=0, repr=False, compare=False)
     """Number of pending requests in closed lanes, from which no claim takes any."""
     of_features: Mapping[type, Any] = field(default_factory=dict, repr=False, compare=False)
-    """What features have counted, by type. Read it with `of`."""
+    """Counts of features, by type. Read them with `of`."""
 
     @property
     def claimable_count(self) -> int:

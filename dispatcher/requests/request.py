@@ -41,7 +41,7 @@ _MESSAGE_CHARS = 200
 
 
 class MemberExtra(Protocol):
-    """What a feature has read from a member: how its request belongs together with others."""
+    """Part of a member that a feature has read: how the request belongs together with others."""
 
     @property
     def key(self) -> str:
@@ -87,7 +87,7 @@ class Request(msgspec.Struct, frozen=True):
     retry_count: int = 0
     """Value that the producer wrote. The queue counts attempts separately."""
     extra: Any = None
-    """What a feature has read from the member (`MemberExtra`). `None` for a plain request."""
+    """Part of the member that a feature has read (`MemberExtra`). `None` for a plain request."""
     affinity: Affinity | None = None
     """Model server that the request needs, set by the dispatcher. Members do not contain it."""
     version: str = ""
@@ -112,7 +112,7 @@ class Rejection(msgspec.Struct, frozen=True):
     token: str = ""
     results: str = ""
     extra: Any = None
-    """What a feature has read from the member, if it is unambiguous: others may wait for the end of the
+    """Part of the member that a feature has read, if it is unambiguous: others may wait for the end of the
     request."""
 
 

@@ -1,4 +1,4 @@
-"""What a member says about the sequence of its request, in `data.sequence` or in its metadata."""
+"""Read and write the turn of a request in its member: `data.sequence`, or metadata of other producers."""
 
 from __future__ import annotations
 
