@@ -38,6 +38,7 @@ async def find_all_overdue(world: World, expected: set[bytes]) -> set[bytes]:
     return found
 
 
+@pytest.mark.server
 async def test_dead_request_keeps_its_reason_and_its_result_is_written(world: World) -> None:
     await world.zadd(NOW + 5, member("r-1"))
     owner = world.owner()
@@ -59,6 +60,7 @@ async def test_dead_request_keeps_its_reason_and_its_result_is_written(world: Wo
     assert (counts.pending, counts.leased, counts.delayed, counts.dead) == (0, 0, 0, 1)
 
 
+@pytest.mark.server
 async def test_dead_letter_after_a_failed_attempt_counts_the_attempt(world: World) -> None:
     await world.zadd(NOW + 5, member("r-1"))
     owner = world.owner()
@@ -104,6 +106,7 @@ async def test_member_that_is_too_long_is_leased_cut_to_its_beginning(world: Wor
     assert (reply.id, reply.code) == ("r-1", "TOO_LARGE")
 
 
+@pytest.mark.server
 async def test_dead_requests_are_listed_page_by_page(world: World) -> None:
     for number in range(5):
         await world.zadd(number, member(f"r-{number}"))
@@ -116,6 +119,7 @@ async def test_dead_requests_are_listed_page_by_page(world: World) -> None:
     assert await world.queue_admin.list_dead(3, after=second[-1].entry_id) == []
 
 
+@pytest.mark.server
 async def test_newest_dead_requests_are_listed_first(world: World) -> None:
     assert await world.queue_admin.list_newest_dead(3) == []
     for number in range(5):

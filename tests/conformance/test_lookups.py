@@ -16,6 +16,7 @@ from dispatcher.requests.request import encode_member
 from dispatcher.requests.submission import Submission
 from tests.conformance.worlds import NOW, RESULTS, World, answer, claim, member, sequences
 
+pytestmark = pytest.mark.server
 W = RequestLocation
 LATER = NOW + 360_000
 

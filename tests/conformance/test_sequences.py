@@ -118,6 +118,7 @@ async def test_next_request_is_claimable_in_the_step_that_ends_the_previous_one(
     assert isinstance((await claim_turns_of(second, [next_one]))[0], TurnGranted)
 
 
+@pytest.mark.server
 async def test_waiting_request_counts_no_delivery_and_no_lease(world: World) -> None:
     queue = world.owner()
     await submit_turns(world, "r", 0, 1, 2)
@@ -135,6 +136,7 @@ async def test_waiting_request_counts_no_delivery_and_no_lease(world: World) -> 
     assert lease.deliveries == 1
 
 
+@pytest.mark.server
 async def test_other_requests_run_while_a_sequence_waits(world: World) -> None:
     queue = world.owner()
     await submit_turns(world, "r", 0, 1, 2)
@@ -650,6 +652,7 @@ async def test_general_limit_is_the_bound_of_all_overrides(world: World) -> None
     assert len(left) == 1
 
 
+@pytest.mark.server
 async def test_idle_time_of_an_override_applies_to_its_sequences_only(world: World) -> None:
     queue = world.owner()
     terms = replace(
@@ -760,6 +763,7 @@ async def test_dead_letter_ends_a_turn(world: World) -> None:
     assert [type(one) for one in decisions.values()] == [TurnWaits], "it has lost its index, and comes last"
 
 
+@pytest.mark.server
 async def test_sequence_is_held_until_an_operator_decides(world: World) -> None:
     queue = world.owner()
     await submit_turns(world, "r", {"index": 0, "on_error": "hold"}, 1, 2)
@@ -793,6 +797,7 @@ async def pages(world: World, status: SequenceStatus | None = None) -> list[Sequ
         after = page.after
 
 
+@pytest.mark.server
 async def test_listing_shows_each_sequence_once(world: World) -> None:
     queue = world.owner()
     for at in range(20):

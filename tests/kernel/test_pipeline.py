@@ -106,7 +106,7 @@ class Bench:
 
     async def read_error(self) -> str:
         """Return the error of the only result. Empty if there is no result."""
-        found = await self.store.read_results(self.store.default_result_list, 10)
+        found = self.store.list_results()
         return str(decode_result(found[0]).error_code or "answered") if found else ""
 
 

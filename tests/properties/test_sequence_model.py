@@ -566,7 +566,7 @@ class SequenceModel(QueueComparison):
     @rule(owner=owners, name=names, action=st.sampled_from(["release", "abort", "cancel", "forget"]))
     def decide_as_operator(self, owner: int, name: str, action: str) -> None:
         async def run_action(queue: Any, which: int) -> Any:
-            admin = (queue, self.store)[which]
+            admin: Any = (queue, self.store)[which]
             if action == "abort":
                 return await open_sequences(admin).abort_sequence(name, "an operator: aborted it")
             return await getattr(admin, f"{action}_sequence")(name)

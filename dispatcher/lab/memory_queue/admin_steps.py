@@ -54,18 +54,8 @@ def cancel_request(
     return bool(asked)
 
 
-def peek_next(queue: QueueState, max_count: int) -> list[tuple[float, bytes]]:
-    first = heapq.nsmallest(max_count, queue.iterate_claimable())
-    return [(score, member) for _, score, member, _ in first]
-
-
-def list_dead_after(queue: QueueState, entry_id: int, max_count: int) -> list[DeadRequest]:
-    ids = heapq.nsmallest(max_count, (each for each in queue.dead if each > entry_id))
-    return [_to_dead_request(*queue.dead[each]) for each in ids]
-
-
-def list_newest_dead(queue: QueueState, max_count: int) -> list[DeadRequest]:
-    return [_to_dead_request(*queue.dead[each]) for each in heapq.nlargest(max_count, queue.dead)]
+def list_dead(queue: QueueState, max_count: int) -> list[DeadRequest]:
+    return [_to_dead_request(*queue.dead[each]) for each in heapq.nsmallest(max_count, queue.dead)]
 
 
 def purge_dead(queue: QueueState, entry_ids: Sequence[int] | None) -> int:

@@ -7,16 +7,14 @@ from typing import Any, TypeVar, cast
 
 from dispatcher.features.models.queue.registry_rules import check_names
 from dispatcher.features.models.registry import ModelRegistryState
-from dispatcher.features.sequences.decisions import SequencePage
-from dispatcher.features.sequences.turns import SequenceSnapshot, SequenceStatus
+from dispatcher.features.sequences.turns import SequenceSnapshot
 from dispatcher.lab.memory_queue import admin_steps as steps
-from dispatcher.lab.memory_queue import search, sequences
+from dispatcher.lab.memory_queue import sequences
 from dispatcher.lab.memory_queue.state import PoolState, QueueState
 from dispatcher.lab.memory_queue.steps import count_waiting_by_model
 from dispatcher.queue.admin_contract import DeadRequest
 from dispatcher.queue.constants import CANCEL_TTL_S
 from dispatcher.queue.keys import QueueNames
-from dispatcher.requests.found_request import FoundRequest, LookupPage, RequestLocation, SearchTerms
 from dispatcher.requests.queue_counts import QueueCounts
 from dispatcher.requests.submission import Submission
 
@@ -24,7 +22,7 @@ T = TypeVar("T")
 
 
 class MemoryStore:
-    """One queue and its pool. Implements `ports.QueueAdmin`.
+    """One queue and its pool. Has the calls of `QueueAdmin` that the tests of dispatchers need.
 
     `clock`, `unix_origin` and `lease_s` are those of the `PoolState`. While `outage_message` is set, every
     call of every owner raises QueueUnavailableError with it. Result lists have no lifetime here.
@@ -72,6 +70,10 @@ class MemoryStore:
         results = self.result_lists.get(name or self.default_result_list)
         return results.pop() if results else None
 
+    def list_results(self) -> list[bytes]:
+        """Return the results of the default list, oldest first."""
+        return list(reversed(self.result_lists.get(self.default_result_list, ())))
+
     def open_calls(self, calls: Callable[[Any], T]) -> T:
         """Return this queue, which has the calls of all features itself."""
         itself: Any = self
@@ -101,42 +103,6 @@ class MemoryStore:
         self.pool.check_available()
         return self.pool.pause
 
-    async def peek_next(self, max_count: int) -> Sequence[tuple[float, bytes]]:
-        self.pool.check_available()
-        return steps.peek_next(self.queue, max_count)
-
-    async def list_requests(
-        self, state: RequestLocation, max_count: int, after: str = "", *, full_members: bool = False
-    ) -> LookupPage:
-        self.pool.check_available()
-        return search.list_requests(self.queue, state, max_count, after)
-
-    async def find_by_id(self, request_id: str, after: str = "") -> LookupPage:
-        self.pool.check_available()
-        return search.find_by_id(self.queue, request_id)
-
-    async def search_requests(
-        self, terms: SearchTerms, after: str = "", *, entries_only: bool = False, full_members: bool = False
-    ) -> LookupPage:
-        self.pool.check_available()
-        return search.search_requests(self.queue, terms, entries_only=entries_only)
-
-    async def count_ahead(self, request: FoundRequest) -> int | None:
-        self.pool.check_available()
-        return search.count_ahead(self.queue, request)
-
-    async def restore_requests(self, queue: str, requests: Sequence[FoundRequest]) -> int:
-        self.pool.check_available()
-        return search.restore_requests(self.queue, queue, requests)
-
-    async def read_results(self, name: str, max_count: int, after: int = 0) -> Sequence[bytes]:
-        self.pool.check_available()
-        return search.read_results(self.queue, name, max_count, after)
-
-    async def take_result(self, name: str, result: bytes) -> bool:
-        self.pool.check_available()
-        return search.take_result(self.queue, name, result)
-
     async def count_requests(self) -> QueueCounts:
         self.pool.check_available()
         return self.queue.count_requests()
@@ -144,12 +110,6 @@ class MemoryStore:
     async def count_waiting_by_model(self) -> Mapping[str, int]:
         self.pool.check_available()
         return count_waiting_by_model(self.queue)
-
-    async def list_sequences(
-        self, max_count: int, after: str = "", status: SequenceStatus | None = None
-    ) -> SequencePage:
-        self.pool.check_available()
-        return sequences.list_sequences(self.queue, max_count, after, status)
 
     async def get_sequence(self, sequence_id: str) -> SequenceSnapshot | None:
         self.pool.check_available()
@@ -191,13 +151,9 @@ class MemoryStore:
         self.pool.check_available()
         return self.pool.model_registry.undrain_version(model)
 
-    async def list_dead(self, max_count: int, after: int = 0) -> Sequence[DeadRequest]:
+    async def list_dead(self, max_count: int) -> Sequence[DeadRequest]:
         self.pool.check_available()
-        return steps.list_dead_after(self.queue, after, max_count)
-
-    async def list_newest_dead(self, max_count: int) -> Sequence[DeadRequest]:
-        self.pool.check_available()
-        return steps.list_newest_dead(self.queue, max_count)
+        return steps.list_dead(self.queue, max_count)
 
     async def requeue_dead(self, entry_ids: Sequence[int], deadline: int) -> int:
         self.pool.check_available()

@@ -9,7 +9,6 @@ from dataclasses import replace
 from msgspec import structs
 
 from dispatcher.features.sequences.decisions import (
-    SequencePage,
     SequenceTerms,
     TurnDecision,
     TurnGranted,
@@ -17,7 +16,7 @@ from dispatcher.features.sequences.decisions import (
 )
 from dispatcher.features.sequences.queue.calls import RemainingRequest
 from dispatcher.features.sequences.queue.turn_end import TurnEnd, get_sequence_owner
-from dispatcher.features.sequences.turns import SequenceSnapshot, SequenceStatus, Turn
+from dispatcher.features.sequences.turns import SequenceSnapshot, Turn
 from dispatcher.lab.memory_queue import admin_steps
 from dispatcher.lab.memory_queue.entries import Entry, Location
 from dispatcher.lab.memory_queue.sequence_runs import CancelMark, SequenceRecord
@@ -96,16 +95,6 @@ def find_remaining_requests(queue: QueueState, max_count: int) -> list[Remaining
         request = UnleasedRequest(entry.location_token, member, progress=entry.progress)
         found.append(RemainingRequest(request, code, why))
     return found
-
-
-def list_sequences(
-    queue: QueueState, max_count: int, after: str, status: SequenceStatus | None
-) -> SequencePage:
-    names = sorted(queue.sequences.records)
-    first = int(after or 0)
-    some = [queue.sequences.records[name] for name in names[first : first + max_count]]
-    found = [_to_sequence_state(queue, one, 0) for one in some if status in (None, one.status)]
-    return SequencePage(found, str(first + max_count) if first + max_count < len(names) else "")
 
 
 def get_sequence(queue: QueueState, name: str) -> SequenceSnapshot | None:

@@ -185,8 +185,6 @@ class QueueState:
         self.active_tokens: dict[str, dict[str, float]] = {}
         """Tokens that can be cancelled under each id, with the time until which they can."""
         self.sequences = SequenceTable()
-        self.restored_names: set[str] = set()
-        """Names of the requests that were copied from another queue."""
         self.cancel_markers: dict[str, tuple[str, float]] = {}
         """Cancel markers by `id:token`."""
 
@@ -242,13 +240,6 @@ class QueueState:
     def iterate_waiting(self) -> Iterator[tuple[float, bytes, int]]:
         """Iterate over score, member and entry of all waiting requests, in no order."""
         return itertools.chain.from_iterable(each.iterate_live() for each in self.waiting_by_lane.values())
-
-    def iterate_claimable(self) -> Iterator[tuple[tuple[float, bool], float, bytes, int]]:
-        """Iterate over rank, score, member and entry of the requests that a claim may take, in no order."""
-        for lane, waiting in self.waiting_by_lane.items():
-            if lane not in CLOSED_LANES:
-                for score, member, entry_id in waiting.iterate_live():
-                    yield rank_in_queue(score, lane), score, member, entry_id
 
     def move_entry(self, entry: Entry, location: Location, due_at: float = 0.0) -> None:
         """Move an entry to a location. All its items in other heaps are outdated from then on."""
