@@ -172,6 +172,7 @@ async def test_two_requests_with_one_id_are_cancelled_by_their_own_tokens(world:
     assert await owner.check_cancelled(asked) == [False, True]
 
 
+@pytest.mark.server
 async def test_marker_of_llm_d_cancels_only_the_request_with_its_token(world: World) -> None:
     """The marker is named by the id for all queues, so a cancel here must not cancel a request of another
     queue."""
@@ -186,6 +187,7 @@ async def test_marker_of_llm_d_cancels_only_the_request_with_its_token(world: Wo
     assert await world.get_key("request-active:r-1") == "theirs"
 
 
+@pytest.mark.server
 async def test_finished_request_does_not_affect_a_newer_one_with_its_id(world: World) -> None:
     await world.zadd(1, member("r-1", token="old"))
     [lease] = await claim(owner := world.owner())
@@ -214,6 +216,7 @@ async def test_identical_member_submitted_while_the_first_one_runs_is_another_re
     assert len(await world.pop_results()) == 2
 
 
+@pytest.mark.server
 async def test_any_program_can_cancel_by_a_marker(world: World) -> None:
     await world.zadd(1, member("r-1", token="t1"))
     owner = world.owner()

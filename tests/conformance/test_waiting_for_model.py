@@ -274,6 +274,7 @@ async def test_release_of_a_cut_member_names_its_cancel_key(world: World) -> Non
     assert await models(queue).return_waiting_for_models(["a"]) == ReturnedRequests(1, 0)
 
 
+@pytest.mark.server
 async def test_cancel_marker_of_llm_d_returns_a_waiting_request(world: World) -> None:
     queue = world.owner()
     (lease,) = await release_to_wait_for_models(world, "a")

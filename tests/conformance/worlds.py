@@ -123,9 +123,9 @@ class World(ABC):
 
     queue_admin: QueueAdmin
 
-    @abstractmethod
     def open_other_queue(self, queue: str) -> World:
-        """Return another queue of the same pool. Time is shifted in the first one."""
+        """Return another queue of the same pool. Time is shifted in the first one. Not in memory."""
+        raise NotImplementedError
 
     @abstractmethod
     def owner(
@@ -151,8 +151,9 @@ class World(ABC):
     @abstractmethod
     async def delete_key(self, name: str) -> None: ...
 
-    @abstractmethod
-    async def get_key(self, name: str) -> str | None: ...
+    async def get_key(self, name: str) -> str | None:
+        """Return the value of a key. Not in memory."""
+        raise NotImplementedError
 
     @abstractmethod
     async def count_progress(self) -> int:
@@ -183,9 +184,10 @@ class World(ABC):
     async def step_clock_back(self, seconds: float) -> None:
         """Step the server clock back: all stored times are later by this time."""
 
-    @abstractmethod
     async def step_queue_clock_back(self, seconds: float) -> None:
-        """Shift the stored times of this queue only, after `step_clock_back` of another queue."""
+        """Shift the stored times of this queue only, after `step_clock_back` of another queue. Not in
+        memory."""
+        raise NotImplementedError
 
     @abstractmethod
     async def age_sequences(self, seconds: float) -> None:
@@ -218,22 +220,18 @@ class World(ABC):
 
 
 class MemoryWorld(World):
-    def __init__(self, queue: str = QUEUE, **options: Any) -> None:
+    def __init__(self) -> None:
         clock = asyncio.get_running_loop().time
         self.store = MemoryStore(
             clock,
             unix_origin=time.time() - clock(),
             lease_s=LEASE_S,
-            name=queue,
+            name=QUEUE,
             result_list=RESULTS,
-            **options,
         )
         self.queue_admin = cast(
             QueueAdmin, self.store
         )  # tests of the calls that it lacks have the mark `server`
-
-    def open_other_queue(self, queue: str) -> MemoryWorld:
-        return MemoryWorld(queue, pool=self.store.pool)
 
     def owner(
         self,
@@ -262,28 +260,14 @@ class MemoryWorld(World):
         return self.store.pop_result(name)
 
     async def set_key(self, name: str, value: str) -> None:
-        far = self.store.pool.unix_now() + 1000
-        for prefix, keys in self._markers().items():
-            if name.startswith(prefix):
-                keys[name.removeprefix(prefix)] = (value, far)
-                return
-        self.store.pool.invalid_lists.add(name)
-
-    def _markers(self) -> dict[str, dict[str, tuple[str, float]]]:
-        store = self.store
-        foreign = {"request-active:": store.pool.foreign_active, "request-cancel:": store.pool.foreign_cancel}
-        return {**foreign, f"{QUEUE}:cancel:": store.queue.cancel_markers}
+        if name.startswith(prefix := f"{QUEUE}:cancel:"):
+            until = self.store.pool.unix_now() + 1000
+            self.store.queue.cancel_markers[name.removeprefix(prefix)] = (value, until)
+        else:
+            self.store.pool.invalid_lists.add(name)
 
     async def delete_key(self, name: str) -> None:
         self.store.pool.invalid_lists.discard(name)
-
-    async def get_key(self, name: str) -> str | None:
-        (found,) = (
-            self.store.pool.read_expiring(keys, name.removeprefix(prefix))
-            for prefix, keys in self._markers().items()
-            if name.startswith(prefix)
-        )
-        return found
 
     async def count_progress(self) -> int:
         return sum(entry.progress != b"" for entry in self.store.queue.entries.values())
@@ -319,9 +303,6 @@ class MemoryWorld(World):
         before, origin = self.store.pool.clock, self.store.pool.unix_origin
         self.store.pool.clock = lambda: before() - seconds
         self.store.pool.unix_origin = origin + seconds  # the markers' lifetimes are the server's own
-
-    async def step_queue_clock_back(self, seconds: float) -> None:
-        pass  # the clock belongs to the pool
 
     async def age_sequences(self, seconds: float) -> None:
         age_sequences_in_memory(self.store, seconds)

@@ -613,7 +613,7 @@ class QueueModel(QueueComparison):
     @rule(owner=owners, lose_reply=reply_losses)
     def sweep(self, owner: int, lose_reply: bool) -> None:
         if self.store.pool.swept_at is not None:
-            self.store.pool.swept_at = self.store.queue.swept_at = self.store.pool.clock() - self.swept_ago_s
+            self.store.pool.swept_at = self.store.pool.clock() - self.swept_ago_s
             ticks = dict.fromkeys(TICK_FIELDS, f"{time.time() - self.swept_ago_s:.6f}")
             self.connections.raw.hset(f"{NAMES.queue_prefix}:control", mapping=ticks)
         self.swept_ago_s = 0.0

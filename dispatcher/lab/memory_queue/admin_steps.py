@@ -39,8 +39,6 @@ def cancel_request(
     pool = queue.pool
     now = pool.unix_now()
     tokens = dict(queue.active_tokens.get(request_id, {}))
-    if (foreign_token := pool.read_expiring(pool.foreign_active, request_id)) is not None:
-        tokens.setdefault(foreign_token, now + CANCEL_TTL_S)
     if is_token_known:  # the caller has seen the request, so it can be cancelled without an active marker
         tokens.setdefault(request_token, now + CANCEL_TTL_S)
     asked = {

@@ -39,10 +39,8 @@ class MemoryStore:
         allowed_lists: tuple[str, ...] | None = None,
         dead_max: int = 100_000,
         max_payload_bytes: int = 16 << 20,
-        pool: PoolState | None = None,
     ) -> None:
-        """`pool` is that of another queue, to share its limit; its clock and lease time are used then."""
-        self.pool = pool or PoolState(clock, unix_origin=unix_origin, lease_s=lease_s)
+        self.pool = PoolState(clock, unix_origin=unix_origin, lease_s=lease_s)
         names = QueueNames(name, result_list, allowed_lists)
         self.queue = QueueState(self.pool, names, dead_max=dead_max, max_payload_bytes=max_payload_bytes)
         self.default_result_list = result_list

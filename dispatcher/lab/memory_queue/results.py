@@ -83,9 +83,6 @@ def _write_result(queue: QueueState, settlement: Settlement) -> SettleStatus:
         pool.result_lists.setdefault(name, deque()).appendleft(result)
     request_id, token = settlement.request_id, settlement.request_token
     if request_id and token:
-        for keys in (pool.foreign_active, pool.foreign_cancel):
-            if pool.read_expiring(keys, request_id) == token:
-                del keys[request_id]
         queue.cancel_markers.pop(f"{request_id}:{token}", None)
         tokens = queue.active_tokens.get(request_id, {})
         tokens.pop(token, None)

@@ -42,13 +42,10 @@ class LeaseRecord(msgspec.Struct):
     owner: str
     touched_at: float
     expires_at: float
-    is_abandoned: bool = False
-    """True if it ran out and no sweep took it back. It counts nothing then."""
 
 
 class PoolState:
-    """State that all owners of a pool share, whatever queue they claim from: leases, owners, limit and
-    overload.
+    """State that all owners of a pool share: leases, owners, limit and overload.
 
     `clock` stands for Redis TIME (seconds from any origin; the clock of the loop in virtual time).
     `unix_origin` is the Unix time at its zero. While `outage_message` is set, every call raises
@@ -67,7 +64,7 @@ class PoolState:
         self.invalid_lists: set[str] = set()
         """Names of keys that have another type than a list."""
         self.leases: dict[int, LeaseRecord] = {}
-        """Leases of all queues by entry. No entry belongs to two queues."""
+        """Leases by entry."""
         self.leased_units = 0
         """Number of units of all leases."""
         self.units_by_owner: Counter[str] = Counter()
@@ -75,9 +72,6 @@ class PoolState:
         self.expiries: list[tuple[float, int]] = []
         self.touched_entries: deque[tuple[float, int]] = deque()
         self.heartbeats: dict[str, float] = {}
-        self.foreign_active: dict[str, tuple[str, float]] = {}
-        self.foreign_cancel: dict[str, tuple[str, float]] = {}
-        """Markers of llm-d's producers by request id."""
         self.shared_permit: Permit | None = None
         self.overload: Overload | None = None
         self.probe_entry: int | None = None
@@ -142,7 +136,7 @@ class PoolState:
     def end_lease(self, lease: LeaseRecord) -> int:
         """End a lease. Return the units that it counted."""
         del self.leases[lease.entry.id]
-        counted = 0 if lease.is_abandoned else lease.entry.units
+        counted = lease.entry.units
         self.add_owner_units(lease.owner, -counted)
         # A member of a merged call has 0 units while another lease counts for it, which is over now.
         lease.entry.units = lease.entry.units or 1
@@ -175,8 +169,6 @@ class QueueState:
         self.delayed = EntryHeap()
         self.deadlines = EntryHeap()
         self.overdue: deque[tuple[int, Entry]] = deque()
-        self.swept_at: float | None = None
-        """Time of the last sweep."""
         self.claims_by_nonce: OrderedDict[tuple[str, str], tuple[float, tuple[str, ...], tuple[int, ...]]] = (
             OrderedDict()
         )
@@ -320,11 +312,9 @@ class QueueState:
         return self.pool.grant_lease(entry, owner, now)
 
     def find_lease(self, lease: Lease) -> LeaseRecord | None:
-        """Return the record of a lease if it is still valid and belongs to this queue."""
+        """Return the record of a lease if it is still valid."""
         grant = self.pool.leases.get(lease.entry_id)
-        if grant is None or grant.token != lease.token or lease.entry_id not in self.entries:
-            return None
-        return grant
+        return None if grant is None or grant.token != lease.token else grant
 
     def find_list_problem(self, name: str) -> str | None:
         return NOT_A_LIST if name in self.pool.invalid_lists else self.names.find_list_problem(name)

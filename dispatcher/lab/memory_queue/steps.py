@@ -223,8 +223,7 @@ def _find_claim(queue: QueueState, owner: str, nonce: str) -> list[LeaseRecord] 
     if known is None:
         return None
     grants = (queue.pool.leases.get(entry) for entry in known[2])
-    held = [each for each in grants if each is not None and each.token in known[1]]
-    return [each for each in held if not each.is_abandoned]
+    return [each for each in grants if each is not None and each.token in known[1]]
 
 
 def _remember_claim(queue: QueueState, caller: Caller, nonce: str, taken: Sequence[LeaseRecord]) -> None:
@@ -253,7 +252,7 @@ def renew(
     lost = []
     for lease in leases:
         grant = queue.find_lease(lease)
-        if grant is None or grant.is_abandoned:
+        if grant is None:
             lost.append(lease.entry_id)
             continue
         grant.touched_at = now
@@ -288,7 +287,7 @@ def set_lease_units(
     fits = []
     for lease, units in lease_units:
         grant = queue.find_lease(lease)
-        if grant is None or grant.is_abandoned:
+        if grant is None:
             fits.append(False)
             continue
         entry = grant.entry
@@ -380,12 +379,7 @@ def count_waiting_by_model(queue: QueueState) -> dict[str, int]:
 
 
 def is_cancelled(queue: QueueState, request_id: str, token: str) -> bool:
-    pool = queue.pool
-    markers = (
-        pool.read_expiring(queue.cancel_markers, f"{request_id}:{token}"),
-        pool.read_expiring(pool.foreign_cancel, request_id),
-    )
-    return token != "" and token in markers
+    return token != "" and queue.pool.read_expiring(queue.cancel_markers, f"{request_id}:{token}") == token
 
 
 def take_snapshot(queue: QueueState, caller: Caller) -> QueueSnapshot:

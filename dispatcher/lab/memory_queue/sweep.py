@@ -25,6 +25,8 @@ def sweep(
         gap_s = now - pool.swept_at
         if gap_s < -CLOCK_STEP_S:
             _follow_clock_step(pool, caller, gap_s)
+            queue.delayed.shift_keys(gap_s)
+            queue.sequences.shift_checks(gap_s)
         # After a gap between sweeps, living owners first get time to renew and to send a heartbeat.
         if gap_s > pool.lease_s / 3:
             pool.no_expiry_until = now + pool.lease_s / 3
@@ -32,10 +34,7 @@ def sweep(
             longest_s = min(max(pool.heartbeats.values(), default=0.0) - pool.swept_at, pool.lease_s)
             quiet_s = max(longest_s, caller.timeout_s)
             pool.no_silence_until = max(pool.no_silence_until, now + quiet_s)
-    if queue.swept_at is not None and now - queue.swept_at < -CLOCK_STEP_S:
-        queue.delayed.shift_keys(now - queue.swept_at)
-        queue.sequences.shift_checks(now - queue.swept_at)
-    pool.swept_at = queue.swept_at = now
+    pool.swept_at = now
     pool.record_heartbeat(caller.owner, caller.timeout_s, now)
     # The leases of silent owners and late leases are orphaned: their requests may still run. Those of owners
     # that are proven to have ended are not.
@@ -89,32 +88,19 @@ def _reclaim_lease(queue: QueueState, lease: LeaseRecord) -> None:
     queue.move_entry(lease.entry, Location.RETURNED)
 
 
-def _abandon_lease(pool: PoolState, lease: LeaseRecord) -> None:
-    """Let a lease of a queue that is no longer swept count nothing. The next sweep of its queue returns the
-    request."""
-    pool.add_owner_units(lease.owner, -lease.entry.units)
-    pool.lost_units += lease.entry.units
-    lease.is_abandoned = True
-    if pool.probe_entry == lease.entry.id:
-        pool.probe_entry = None
-
-
 def _reclaim_from_owners(queue: QueueState, owners: Collection[str]) -> int:
     pool = queue.pool
-    owned_leases = [grant for grant in pool.leases.values() if grant.owner in owners] if owners else []
-    reclaimed = [grant for grant in owned_leases if grant.entry.id in queue.entries]
+    reclaimed = [grant for grant in pool.leases.values() if grant.owner in owners] if owners else []
     for grant in reclaimed:
         _reclaim_lease(queue, grant)
     for owner in owners:
-        if not pool.units_by_owner[owner]:  # otherwise, sweeps of other queues still need to find the owner
-            pool.heartbeats.pop(owner, None)
+        pool.heartbeats.pop(owner, None)
     return len(reclaimed)
 
 
 def _reclaim_expired(queue: QueueState, now: float) -> int:
     pool = queue.pool
     reclaimed = 0
-    elsewhere = []
     while pool.expiries and pool.expiries[0][0] <= now:
         _, entry_id = heapq.heappop(pool.expiries)
         grant = pool.leases.get(entry_id)
@@ -122,14 +108,7 @@ def _reclaim_expired(queue: QueueState, now: float) -> int:
             continue
         if grant.expires_at > now:  # renewed since it was pushed
             heapq.heappush(pool.expiries, (grant.expires_at, entry_id))
-        elif entry_id in queue.entries:
+        else:
             _reclaim_lease(queue, grant)
             reclaimed += 1
-        else:
-            # The sweeps of its own queue would have taken it back by now, if there were any.
-            if not grant.is_abandoned and now >= max(grant.expires_at, pool.no_expiry_until) + pool.lease_s:
-                _abandon_lease(pool, grant)
-            elsewhere.append((grant.expires_at, entry_id))
-    for late in elsewhere:
-        heapq.heappush(pool.expiries, late)
     return reclaimed
