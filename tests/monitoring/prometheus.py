@@ -185,8 +185,9 @@ class Prometheus:
         """Run the queries, by default every expression of dashboard, rules and runbook, and return their
         problems.
 
-        An alert that returns nothing is no problem, unless a series that it names does not exist. A query with
-        a problem is repeated: on a busy machine a scrape may fail, and its series are then gone for a moment.
+        An alert that returns nothing is no problem, unless a series that it names does not exist. A query
+        with a problem is repeated: on a busy machine a scrape may fail, and its series are then gone for a
+        moment.
         """
         if queries is None:
             queries = [*self.list_panel_queries(), *self.list_rule_queries(), *list_runbook_queries()]
