@@ -53,7 +53,9 @@ def _settle_lease(
     status = _write_result(queue, settlement)
     pool.end_lease(grant)
     pool.settled_count += 1
-    ready_entries += sequences.end_turn(queue, grant.entry, _get_turn_end(settlement), now)
+    # Most requests belong to no sequence, and this runs often.
+    if settlement.extra is not None or grant.entry.id in queue.sequences.slots:
+        ready_entries += sequences.end_turn(queue, grant.entry, _get_turn_end(settlement), now)
     if dead_letter is None:
         queue.remove_entry(grant.entry)
     else:
