@@ -2,6 +2,6 @@
 
 from dispatcher.kernel.journal import Journal
 from dispatcher.kernel.loop import Dispatcher
-from dispatcher.kernel.options import Options, SequenceOptions
+from dispatcher.kernel.options import Options
 
-__all__ = ["Dispatcher", "Journal", "Options", "SequenceOptions"]
+__all__ = ["Dispatcher", "Journal", "Options"]

@@ -14,12 +14,14 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dispatcher.gateway.contract import AnswerMemory, AttemptResult
+from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import completions
-from dispatcher.kernel.queue_access import loop_time
+from dispatcher.kernel.queue_access import is_unexpected, loop_time
 from dispatcher.queue.contract import Release
+from dispatcher.telemetry.events import Event, emit
 
 if TYPE_CHECKING:
+    from dispatcher.gateway.contract import AnswerMemory
     from dispatcher.kernel.completions import Completion
     from dispatcher.kernel.context import KernelContext
     from dispatcher.kernel.error_guard import ErrorGuard
@@ -74,9 +76,10 @@ class AttemptRunner:
 
     async def _run_attempt(self, attempt: Attempt) -> None:
         """Run an attempt, and complete its leases. An exception costs them a failed attempt."""
+        started = loop_time()
         try:
             try:
-                started, unix_now = loop_time(), self._access.queue.unix_now()
+                unix_now = self._access.queue.unix_now()
                 self._limiter.record_send(attempt.token, started, attempt.units)
                 for entry in () if attempt.is_follow_up else attempt.leases:
                     self._journal.record_sent(entry, entry.request or attempt.request, unix_now)
@@ -92,13 +95,20 @@ class AttemptRunner:
                     result = await self._gateway.forward(
                         request, token=attempt.token, deadline=deadline, may_send=may_send
                     )
-            except asyncio.CancelledError:
-                self._limiter.record_answer(attempt.token, loop_time())
-                # Without a reason, the cancellation comes from outside (the task group): pass it on.
-                if any(entry.stop_reason is None for entry in attempt.leases):
-                    raise
-                self._complete_stopped_attempt(attempt)
-                return
+            except BaseException as error:
+                is_stopped = isinstance(error, asyncio.CancelledError) and all(
+                    entry.stop_reason is not None for entry in attempt.leases
+                )
+                if is_stopped or not is_unexpected(error):
+                    self._limiter.record_answer(attempt.token, loop_time())
+                    # Without a reason, the cancellation comes from outside (the task group): pass it on.
+                    if not is_stopped:
+                        raise
+                    self._complete_stopped_attempt(attempt)
+                    return
+                # The exception counts like an answer, so that a grouping decides what follows for its call.
+                emit(Event.INTERNAL_ERROR, where="attempt", error=repr(error))
+                result = AttemptResult(completions.build_internal_outcome(error), started, loop_time())
             finally:
                 self._in_flight.end_attempt(attempt)
         except Exception as error:

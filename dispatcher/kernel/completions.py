@@ -176,14 +176,20 @@ def build_completion(
             return build_error(lease, request, code, message, version=version)
 
 
+def build_internal_outcome(error: BaseException) -> Failed:
+    """Return the outcome of an attempt that ended with an unexpected exception."""
+    # Some exceptions, such as UnicodeDecodeError, name the whole text that they are about.
+    why = f"the dispatcher failed: {truncate_text(repr(error), _MAX_CAUSE_CHARS)}"
+    return Failed(why, kind=FailureKind.INTERNAL_ERROR)
+
+
 def build_internal_failure(
     lease: Lease, request: Request | None, error: Exception, now: float, policy: RetryPolicy, rand: float
 ) -> Completion:
     """Count a failed attempt because an unexpected exception was raised. `request` is `None` if the member
     could not be parsed."""
-    failure = Failed(f"the dispatcher failed: {error!r}", kind=FailureKind.INTERNAL_ERROR)
     known = request or _UNKNOWN_REQUEST
-    completion = build_completion(lease, known, failure, now, policy, rand)
+    completion = build_completion(lease, known, build_internal_outcome(error), now, policy, rand)
     if request is None and isinstance(completion, DeadLetter):
         # Without an id there is no result, but the member is kept.
         return DeadLetter(Settlement(lease, b"", ""), completion.reason, completion.is_failed_attempt)

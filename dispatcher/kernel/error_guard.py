@@ -3,11 +3,14 @@ else.
 
 Exceptions are caught in these places, so that none of them reaches the loop:
 
-    attempts        attempts.py     the leases of the attempt are charged
+    attempts        attempts.py     the exception counts like a failed answer, or the leases are charged
     claimed leases  pipeline.py     each request runs through the stages again, alone
     batch groups    sending.py      the members of the call that could not be prepared are charged
     completions     flush.py        each one is reported alone, and given up if the queue cannot take it
+    overdue         maintenance.py  the other overdue requests are answered
     tasks           `start_task`    the task starts again after a pause, also those of the service
+
+A CancelledError counts as an exception if the task itself was not cancelled.
 
 If the failed attempt cannot be recorded either, the lease is removed from the table. Nothing renews it any
 more, so it expires, and the queue gives its request to the next claim.
@@ -21,6 +24,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from dispatcher.kernel import completions
+from dispatcher.kernel.queue_access import is_unexpected
 from dispatcher.telemetry.events import Event, emit
 
 if TYPE_CHECKING:
@@ -98,6 +102,8 @@ async def _keep_running(run: Callable[[], Awaitable[None]], name: str) -> None:
     while True:
         try:
             await run()
-        except Exception as error:
+        except BaseException as error:
+            if not is_unexpected(error):
+                raise
             emit(Event.INTERNAL_ERROR, where=name, error=repr(error))
         await asyncio.sleep(RESTART_PAUSE_S)

@@ -15,7 +15,7 @@ lease only with `KernelContext.complete`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -203,6 +203,9 @@ class Hooks:
     """Called about once a second, after a sweep of the queue."""
     claims_request: tuple[Callable[[Request], bool], ...] = ()
     """Return True if a feature sends the request in calls that no other feature may change."""
+    join_copies: tuple[Callable[[str, bytes, int], Iterable[tuple[bytes, int]]], ...] = ()
+    """Return the bodies of calls that have several copies of a request, each with the number of copies.
+    Called with path, body and the largest number of bytes of such a body."""
     find_started_model: tuple[Callable[[bytes], str], ...] = ()
     """Return the name of the model that the calls behind this progress were sent to. Empty if it is the model
     that the request names."""

@@ -38,7 +38,7 @@ from dispatcher.kernel.maintenance import Maintenance
 from dispatcher.kernel.options import Options
 from dispatcher.kernel.outcome_judge import OutcomeJudge
 from dispatcher.kernel.pipeline import RequestPipeline
-from dispatcher.kernel.queue_access import QueueAccess, QueueView, loop_time
+from dispatcher.kernel.queue_access import QueueAccess, QueueView, is_unexpected, loop_time
 from dispatcher.limit.allowance import Allowance
 from dispatcher.limit.limiter import Limiter
 from dispatcher.limit.poll import Poll
@@ -217,7 +217,9 @@ class Dispatcher(Generic[F]):
                     if grouping is not None and grouping.next_due_at is not None:
                         await self._pipeline.send_ready_groups(self._claimer.build_permit)
                 self._schedule_wake_up()
-            except Exception as error:
+            except BaseException as error:
+                if not is_unexpected(error):
+                    raise
                 emit(Event.INTERNAL_ERROR, where="loop-rounds", error=repr(error))
                 # Only rounds that succeed count. If all fail, the liveness probe has the process restarted.
                 self.last_round_at = last_round_at

@@ -14,7 +14,7 @@ from dispatcher.kernel.queue_access import loop_time
 from dispatcher.kernel.queue_steps import QueueStep
 from dispatcher.limit.allowance import Allowance
 from dispatcher.limit.budget import Reason
-from dispatcher.queue.contract import Overload, Permit, SweepSummary
+from dispatcher.queue.contract import Overload, Permit, Settlement, SweepSummary, UnleasedRequest
 from dispatcher.requests.forecast import ServiceRateMeter, compute_forecast
 from dispatcher.requests.request import Request, parse_member
 from dispatcher.telemetry.events import Event, emit
@@ -232,15 +232,15 @@ class Maintenance:
                 )
                 or ()
             )
-            unix_now = self._queue.unix_now()
             expired = []
             for overdue in found:
-                request = parse_member(overdue.member)
-                if isinstance(request, Request) and request.deadline <= unix_now:
-                    for rewrite in self._context.hooks.rewrite_request:
-                        request = rewrite(request)
-                    settlement = completions.build_overdue_error(overdue, request)
-                    expired.append((overdue, self._context.end_with_progress(settlement)))
+                try:
+                    settlement = self._build_overdue_error(overdue)
+                except Exception as error:  # it must not hold up the others
+                    emit(Event.INTERNAL_ERROR, where="overdue request", error=repr(error))
+                    continue
+                if settlement is not None:
+                    expired.append((overdue, settlement))
             if expired:
                 self._journal.record_expired(
                     await self._access.call_queue(
@@ -254,6 +254,15 @@ class Maintenance:
             # A full batch without a single expired request means scores that are no deadlines: stop here.
             if len(found) < EXPIRE_BATCH_SIZE or not expired:
                 return
+
+    def _build_overdue_error(self, overdue: UnleasedRequest) -> Settlement | None:
+        """Settle a request with an error. `None` if it is not past its deadline."""
+        request = parse_member(overdue.member)
+        if not isinstance(request, Request) or request.deadline > self._queue.unix_now():
+            return None
+        for rewrite in self._context.hooks.rewrite_request:
+            request = rewrite(request)
+        return self._context.end_with_progress(completions.build_overdue_error(overdue, request))
 
     async def _stop_cancelled(self) -> None:
         """Stop requests in flight that were cancelled. This closes the connection, so that the gateway stops,

@@ -7,30 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from dispatcher.features.models.availability import ModelTerms
-from dispatcher.features.sequences.decisions import SequenceTerms
-from dispatcher.features.sequences.turns import CarryMode
-from dispatcher.requests.headers import SESSION_TOKEN
 from dispatcher.requests.outcomes.outcome import RetryPolicy
 
 if TYPE_CHECKING:
-    from dispatcher.features.merging.rules import BatchRule
     from dispatcher.features.models.versions import FamilyTerms
     from dispatcher.features.models.warmup import WarmupRequest
-    from dispatcher.requests.queue_timeouts import RuleTimeout
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceOptions:
-    """Options for all sequences."""
-
-    terms: SequenceTerms = field(default_factory=SequenceTerms)
-    id_header: str = "x-session-id"
-    """Header with the id of the sequence, sent to the gateway. Empty for none."""
-    carry: CarryMode = CarryMode.OFF
-    """Conversation state to keep if the request does not say."""
-    max_carry_bytes: int = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,23 +54,20 @@ class Options:
     """Metadata attribute that names the tenant of a request."""
     default_path: str = ""
     """Path of requests that name none."""
-    token_header: str = SESSION_TOKEN
-    """Header of an answer that names the server, and that is sent with the next request that needs the same
-    server. Empty for none."""
-    merge_rules: Sequence[BatchRule] = ()
-    """Rules for requests that may be merged into one call."""
-    rule_timeouts: Sequence[RuleTimeout] = ()
-    """Timeouts of all batching rules, also of those that do not merge. Empty if no rule has one."""
-    sequences: SequenceOptions = field(default_factory=SequenceOptions)
     model_terms: ModelTerms | None = None
     """Rules for requests whose model is not served. `None` if served models are not watched."""
     versions: VersionOptions = field(default_factory=VersionOptions)
     observe: bool = False
     """True to decide and show everything, and to change nothing."""
     of_features: Mapping[type, object] = field(default_factory=dict)
-    """Options of features by their class. Use `of`."""
+    """Options that settings of features determine, by their class. Use `of`."""
 
     def of(self, kind: type[T]) -> T:
-        """Return the options of a feature. They have their defaults if nothing sets them."""
+        """Return the options of this class. They have their defaults if nothing sets them."""
         found = self.of_features.get(kind)
         return found if isinstance(found, kind) else kind()
+
+
+def index_options(*options: object) -> dict[type, object]:
+    """Return options of features for `Options.of_features`."""
+    return {type(each): each for each in options}

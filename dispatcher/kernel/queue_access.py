@@ -94,8 +94,10 @@ class QueueAccess:
         queue serves such calls again (queue_steps.py). No exception is passed on."""
         try:
             answer = await call
-        except Exception as error:
+        except BaseException as error:
             # Any exception, because a defect in an adapter must close the gate rather than stop the loop.
+            if not is_unexpected(error):
+                raise
             if self._failures.count_failure(step):
                 why = self._describe_failure(error)
                 self._failures.record_failure(step, _find_cause(error), why, loop_time())
@@ -109,7 +111,7 @@ class QueueAccess:
         """Return why the last call of a step failed. `None` if its failure does not keep the gate closed."""
         return self._failures.get_cause(step)
 
-    def _describe_failure(self, error: Exception) -> str:
+    def _describe_failure(self, error: BaseException) -> str:
         """Describe the failure as a sentence. An exception that no queue should raise is logged, too."""
         if isinstance(error, QueueUnavailableError):
             return str(error)
@@ -243,7 +245,9 @@ class QueueAccess:
     async def _read_markers(self, named: Sequence[tuple[str, str]]) -> Sequence[bool | None]:
         try:
             found = await self.queue.check_cancelled(named)
-        except Exception as error:
+        except BaseException as error:
+            if not is_unexpected(error):
+                raise
             self._record_unread_markers(named)
             self._markers_problem = f"{self._describe_failure(error)}: cancel markers cannot be read"
             self._report_failure()
@@ -300,7 +304,16 @@ def explain_empty_claim(claim_result: ClaimResult, permit: Permit) -> str:
     return ""
 
 
-def _find_cause(error: Exception) -> FailureCause:
+def is_unexpected(error: BaseException) -> bool:
+    """Return True for an exception that must end no task: all but the cancellation of the running task, and
+    what ends the process. A library may raise CancelledError by itself, when it gives up a call."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is not None and not task.cancelling()
+    return isinstance(error, Exception)
+
+
+def _find_cause(error: BaseException) -> FailureCause:
     match error:
         case CallRefusedError():
             return FailureCause.REFUSED

@@ -9,6 +9,7 @@ from dispatcher.kernel import completions
 from dispatcher.requests.queue_timeouts import (
     DelayTimedOut,
     RejectTimedOut,
+    TimeoutOptions,
     decide_after_wait,
     find_timeout,
 )
@@ -29,8 +30,8 @@ class QueueTimeouts:
 
     def reconfigure(self) -> None:
         options = self._context.options
-        self._rules, self._default_path = options.rule_timeouts, options.default_path
-        self._rule_by_path = RuleFinder(options.rule_timeouts)
+        self._rules, self._default_path = options.of(TimeoutOptions).rules, options.default_path
+        self._rule_by_path = RuleFinder(self._rules)
 
     @property
     def is_empty(self) -> bool:

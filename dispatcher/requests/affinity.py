@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from dispatcher.common.value import Value
+from dispatcher.requests.headers import AFFINITY_ID, AFFINITY_TOKEN
 
 
 class Affinity(Value, frozen=True):
@@ -26,3 +28,14 @@ class Affinity(Value, frozen=True):
     def sticky_token(self) -> str:
         """Token of the server that the request must reach. Empty if any server may answer."""
         return self.headers.get(self.token_header, "")
+
+
+@dataclass(frozen=True, slots=True)
+class AffinityOptions:
+    """Names of the headers of all affinities."""
+
+    token_header: str = AFFINITY_TOKEN
+    """Header of an answer that names the server, and that is sent with the next request that needs the same
+    server. Empty for none."""
+    id_header: str = AFFINITY_ID
+    """Header with the id of a group, sent to the gateway. Empty for none."""

@@ -21,7 +21,8 @@ OLD_OBJECTIVE = "x-gateway-inference-objective"
 OLD_FAIRNESS_ID = "x-gateway-inference-fairness-id"
 """Names of the same headers for endpoint pickers before the router of llm-d."""
 REQUEST_ID = "x-request-id"
-SESSION_TOKEN = "x-session-token"  # noqa: S105 -- the name of a header
+AFFINITY_ID = "x-session-id"
+AFFINITY_TOKEN = "x-session-token"  # noqa: S105 -- the name of a header
 """Header of llm-d's session affinity: in an answer the server that it came from, in a request the server to
 use."""
 INFERENCE_TTL = "x-llm-d-inference-ttl"
@@ -75,7 +76,7 @@ RESTRICTED_HEADERS = frozenset(
         *("x-http-method", "x-http-method-override", "x-method-override"),
         *("range", "if-match", "if-none-match", "if-modified-since", "if-unmodified-since", "if-range"),
         # State at a model server, and values that are handed on from service to service.
-        *("x-session-id", SESSION_TOKEN, "baggage"),
+        *(AFFINITY_ID, AFFINITY_TOKEN, "baggage"),
     }
 )
 RESTRICTED_PREFIXES = (

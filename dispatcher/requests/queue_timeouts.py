@@ -7,6 +7,7 @@ by its deadline.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -34,6 +35,14 @@ class RuleTimeout:
     timeout_s: float | None
     """`None` if requests of this rule have no default timeout."""
     action: TimeoutAction = TimeoutAction.REJECT
+
+
+@dataclass(frozen=True, slots=True)
+class TimeoutOptions:
+    """Timeouts of all rules, in the order of the settings."""
+
+    rules: Sequence[RuleTimeout] = ()
+    """Empty if no rule has a timeout."""
 
 
 @dataclass(frozen=True, slots=True)

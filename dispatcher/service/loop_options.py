@@ -9,8 +9,8 @@ from dispatcher.features import import_modules
 from dispatcher.features.models.availability import ModelTerms, WhenNotServed
 from dispatcher.features.models.version_policy import VersionPolicy
 from dispatcher.features.models.versions import FamilyTerms, PinScope, Transition
-from dispatcher.kernel import Options, SequenceOptions
-from dispatcher.kernel.options import FamilyOptions, VersionOptions
+from dispatcher.kernel import Options
+from dispatcher.kernel.options import FamilyOptions, VersionOptions, index_options
 from dispatcher.requests.outcomes.outcome import RetryPolicy
 from dispatcher.settings.model import Settings
 from dispatcher.settings.models import ModelSettings
@@ -20,7 +20,7 @@ from dispatcher.settings.warmups import WarmupFiles
 def build_options(settings: Settings, warmups: WarmupFiles, *, observe: bool) -> Options:
     """Build the options. `warmups` are the warm-up files that the settings name. With `observe`, the loop
     decides and shows everything, and changes nothing."""
-    retry, sequences = settings.retry, settings.sequences
+    retry = settings.retry
     return Options(
         retry=RetryPolicy(retry.base_s, retry.max_s, retry.max_attempts),
         lease_s=settings.queue.lease_s,
@@ -29,24 +29,16 @@ def build_options(settings: Settings, warmups: WarmupFiles, *, observe: bool) ->
         gateway_url=f"{settings.gateway.url.without_credentials}{settings.gateway.path}",
         tenant_attribute=settings.gateway.fairness_from,
         default_path=settings.gateway.path,
-        token_header=sequences.header,
-        merge_rules=settings.batching.active_rules(),
-        rule_timeouts=settings.batching.build_timeouts(),
-        sequences=SequenceOptions(
-            terms=sequences.build_terms(),
-            id_header=sequences.session_id_header,
-            carry=sequences.default_carry(),
-            max_carry_bytes=sequences.max_carry_bytes,
-        ),
         model_terms=_build_model_terms(settings),
         versions=_build_version_options(settings, warmups),
         observe=observe,
-        of_features={type(each): each for each in _build_feature_options(settings)},
+        of_features=index_options(*_build_feature_options(settings)),
     )
 
 
 def _build_feature_options(settings: Settings) -> list[object]:
-    return [module.build_options(settings) for module in import_modules("settings").values()]
+    modules = import_modules("settings").values()
+    return [each for module in modules for each in module.build_options(settings)]
 
 
 def _build_model_terms(settings: Settings) -> ModelTerms | None:

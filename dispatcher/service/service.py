@@ -228,15 +228,13 @@ class Service:
         self._update_capacity(now)
         self.dispatcher.reconfigure(options)
         self.model_watch.reconfigure(settings, _get_cluster_access(settings))
-        subset_header, session_headers = settings.serving.subset_header, settings.sequences.session_headers
-        if (settings.gateway, subset_header, session_headers) != (
+        subset_header, headers = settings.serving.subset_header, tuple(settings.session_headers.values())
+        if (settings.gateway, subset_header, headers) != (
             before.gateway,
             before.serving.subset_header,
-            before.sequences.session_headers,
+            tuple(before.session_headers.values()),
         ):
-            self._gateway.reconfigure(
-                settings.gateway, subset_header=subset_header, session_headers=session_headers
-            )
+            self._gateway.reconfigure(settings.gateway, subset_header=subset_header, session_headers=headers)
         if settings.signals != before.signals or settings.budget != before.budget:
             self.poller.reconfigure(new_sources, settings.signals, policy)
         if new_watch is None:
@@ -374,7 +372,7 @@ async def serve(
         gateway = HttpGateway(
             settings.gateway,
             subset_header=settings.serving.subset_header,
-            session_headers=settings.sequences.session_headers,
+            session_headers=settings.session_headers.values(),
         )
         await gateway.prepare()
         # Callbacks run in reverse order: the gateway closes after the service, the queue last.
@@ -533,6 +531,9 @@ class _Reloader:
             self._service.apply_settings(new, text)
         except OSError as error:
             return ReloadRejection((f"{name}: {error}",))
+        except Exception as error:  # it must not end the process
+            emit(Event.INTERNAL_ERROR, where="reload", error=repr(error))
+            return ReloadRejection((f"{name}: the dispatcher failed: {error!r}",))
         return None
 
 

@@ -6,6 +6,7 @@ object.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
@@ -21,11 +22,9 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from dispatcher.features import import_modules
 from dispatcher.limit.budget import Policy
 from dispatcher.requests.headers import normalize_name
-from dispatcher.settings.batching import BatchingSettings
 from dispatcher.settings.models import MAX_MODELS, Models, ModelSettings
 from dispatcher.settings.queue import QueueSettings, with_derived_names
 from dispatcher.settings.section import Section
-from dispatcher.settings.sequences import SequenceSettings
 from dispatcher.settings.serving import ServingSettings, is_observing_models, with_vllm_servers
 from dispatcher.settings.signals import SignalsSettings, Source
 from dispatcher.settings.tls import TlsSettings
@@ -333,17 +332,12 @@ class _FirstSections(Section, BaseSettings):
     queue: QueueSettings = QueueSettings()
     signals: SignalsSettings = SignalsSettings()
     budget: BudgetSettings = BudgetSettings()
-    batching: BatchingSettings = BatchingSettings()
-    sequences: SequenceSettings = SequenceSettings()
 
 
 def _list_feature_sections() -> dict[str, Any]:
-    """Return the types and defaults of the sections of all features, by key."""
-    return {
-        key: (kind, kind())
-        for module in import_modules("settings").values()
-        for key, kind in module.SECTIONS.items()
-    }
+    """Return the types and defaults of the sections of all features, by key, in the order of their places."""
+    modules = sorted(import_modules("settings").values(), key=lambda module: module.PLACE)
+    return {key: (kind, kind()) for module in modules for key, kind in module.SECTIONS.items()}
 
 
 if TYPE_CHECKING:
@@ -379,14 +373,15 @@ class Settings(_FeatureSections):
     @field_validator("serving")
     @classmethod
     def _check_subset_header(cls, serving: ServingSettings, info: ValidationInfo) -> ServingSettings:
-        header, said = normalize_name(serving.subset_header), info.data
-        sequences, gateway = said.get("sequences"), said.get("gateway")
+        header, gateway = normalize_name(serving.subset_header), info.data.get("gateway")
         taken: dict[str, str] = {}
         if isinstance(gateway, GatewaySettings):
             taken |= dict.fromkeys(map(normalize_name, gateway.headers), "gateway.headers")
-        if isinstance(sequences, SequenceSettings):
-            taken[normalize_name(sequences.header)] = "sequences.header"
-            taken[normalize_name(sequences.session_id_header)] = "sequences.session_id_header"
+        for section, values in info.data.items():
+            if isinstance(values, Section):
+                taken |= {
+                    normalize_name(name): f"{section}.{key}" for key, name in values.session_headers.items()
+                }
         if header and header in taken:
             raise setting_error(f"subset_header: {taken[header]} has that header already")
         return serving
@@ -403,6 +398,15 @@ class Settings(_FeatureSections):
                         f"[{place}].{key} needs to see what is served, and serving.observe is off"
                     )
         return models
+
+    @property
+    def session_headers(self) -> Mapping[str, str]:
+        sections = [(section, value) for section, value in self if isinstance(value, Section)]
+        return {
+            f"{section}.{key}": name
+            for section, value in sections
+            for key, name in value.session_headers.items()
+        }
 
     @classmethod
     def settings_customise_sources(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -16,6 +17,12 @@ class Section(BaseModel):
         validate_default=True,  # a default may conflict with the value of another key
         hide_input_in_errors=True,  # the value may be a secret
     )
+
+    @property
+    def session_headers(self) -> Mapping[str, str]:
+        """Headers that name a server, or requests that belong together, by the key that names the header. A
+        producer must not set them."""
+        return {}
 
     @model_validator(mode="before")
     @classmethod

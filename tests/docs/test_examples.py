@@ -18,6 +18,7 @@ import pytest
 from dispatcher import __version__
 from dispatcher.check.settings import find_doubts
 from dispatcher.cli import VERBS
+from dispatcher.features.merging.settings import BatchingSettings
 from dispatcher.features.merging.shapes import KNOWN_CAPS
 from dispatcher.features.models.warmup import WarmupRequest, WarmupRules, parse_warmup
 from dispatcher.settings.load import parse_settings
@@ -190,7 +191,7 @@ def test_batching_rules_on_their_page_are_valid_and_match_a_shape() -> None:
         settings = parse_settings(text, {"BATCH_DISPATCHER__GATEWAY__URL": "http://gateway"})
         assert isinstance(settings, Settings), settings
         assert [each for each in find_doubts(settings) if each.where.startswith("batching")] == []
-        shapes += [rule.shape.name for rule in settings.batching.active_rules()]
+        shapes += [rule.shape.name for rule in settings.get_section(BatchingSettings).active_rules()]
     assert shapes == ["tensorflow", "kserve", "embeddings", "rerank", "embeddings", "kserve"]
 
 

@@ -92,20 +92,22 @@ async def test_decompression_stops_at_the_limit() -> None:
     assert turns.count <= MB // STEP_OUTPUT_BYTES + 2
 
 
-def count_threads() -> int:
-    """Return the number of threads, except for those of pytest-xdist: Python lists one of them under a dummy
-    name once it has received a message."""
-    return sum(not thread.name.startswith("Dummy-") for thread in threading.enumerate())
+def list_executor_threads() -> set[threading.Thread]:
+    """Return the threads in which executors run functions, such as those of `asyncio.to_thread`. pytest-xdist
+    has threads as well, which may start at any time."""
+    return {
+        each for each in threading.enumerate() if each.name.startswith(("asyncio_", "ThreadPoolExecutor"))
+    }
 
 
 async def test_no_thread_works_on_an_answer_after_its_attempt(gateway_to: MakeGateway) -> None:
     """Work in a thread would continue after its attempt, and delay the end of the process."""
-    threads = count_threads()
+    before = list_executor_threads()
     body = gzip.compress(bytes(8 * MB), 1)
     async with serving(always(body=body, headers="content-encoding: gzip\r\n")) as server:
         gateway = gateway_to(server.url, max_response_bytes=MB)
         assert await outcome(gateway) == TooLarge(200, MB)
-        assert count_threads() <= threads, "threads of earlier tests may end meanwhile"
+        assert list_executor_threads() <= before
     unpacking = asyncio.create_task(decode_content(body, "gzip", 16 * MB))
     for _ in range(3):
         await asyncio.sleep(0)

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from dispatcher.common.grouping import GroupingRule
+from dispatcher.features.merging.options import MergeOptions
 from dispatcher.features.merging.rules import BatchRule, MergeMode
 from dispatcher.features.merging.shapes import SHAPES
 from dispatcher.features.models.availability import ModelTerms, WhenNotServed
@@ -26,6 +27,7 @@ from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Options
 from dispatcher.kernel.completions import Completion, get_lease
 from dispatcher.kernel.context import KernelContext
+from dispatcher.kernel.options import index_options
 from dispatcher.limit.budget import Reading, Signal
 from dispatcher.requests.outcomes.outcome import RetryPolicy
 from dispatcher.requests.request import Request, encode_member
@@ -43,10 +45,12 @@ OPTIONS = Options(
     RetryPolicy(max_attempts=MAX_ATTEMPTS, max_s=2.0),
     lease_s=10.0,
     default_path="/v1/completions",
-    merge_rules=(
-        BatchRule((EMBEDDINGS,), SHAPES["embeddings"], MergeMode.ON, GroupingRule(8, max_delay_s=0.02)),
+    of_features=index_options(
+        MergeOptions(
+            (BatchRule((EMBEDDINGS,), SHAPES["embeddings"], MergeMode.ON, GroupingRule(8, max_delay_s=0.02)),)
+        ),
+        SliceOptions(is_on=True, terms=SliceTerms(20, 21, (CHAT,)), spread=0.0),
     ),
-    of_features={SliceOptions: SliceOptions(is_on=True, terms=SliceTerms(20, 21, (CHAT,)), spread=0.0)},
     model_terms=ModelTerms({"m": WhenNotServed.WAIT}),
 )
 
@@ -88,6 +92,7 @@ class Fault:
     request_id: str = ""
     is_late: bool = False
     """True if the method does its work before it raises the exception."""
+    error: type[BaseException] = InjectedError
     is_active: bool = False
     """True while the exception may be raised."""
     call_count: int = 0
@@ -103,7 +108,7 @@ class Fault:
 
     def raise_error(self) -> None:
         self.raised_count += 1
-        raise InjectedError(self.method)
+        raise self.error(self.method)
 
     def _concerns_request(self, value: Any) -> bool:
         """Return True if a value is the request, or holds it."""

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from dispatcher.features.all_features import AllFeatures
 from dispatcher.features.models.servers import ModelServers
@@ -22,6 +22,8 @@ from dispatcher.requests.request import Request, encode_member
 from dispatcher.requests.submission import QueueUnavailableError, Submission
 from dispatcher.telemetry.events import Event, divert_events
 from dispatcher.telemetry.metrics import Metrics
+
+T = TypeVar("T")
 
 
 class QueueWithUnreadableMarkers(MemoryQueue):
@@ -109,6 +111,11 @@ def lease(entry_id: int = 1, **changes: Any) -> Lease:
 
 def request(number: int = 1, **changes: Any) -> Request:
     return Request(**{"id": f"r-{number}", "deadline": 10**10, "payload": b"{}", **changes})
+
+
+def find_part(dispatcher: Dispatcher[AllFeatures], kind: type[T]) -> T:
+    """Return the part of this type that a feature has in the dispatcher."""
+    return next(part for part in dispatcher.features.hooks.lease_parts if isinstance(part, kind))
 
 
 class Scene:

@@ -211,6 +211,17 @@ def test_unexpected_exception_counts_as_a_failed_attempt() -> None:
     assert decode_result(last.settlement.result).id == "r-7"
 
 
+def test_message_about_an_unexpected_exception_does_not_contain_the_whole_body() -> None:
+    body = b"x" * 1000 + b"\xff"
+    with pytest.raises(UnicodeDecodeError) as raised:
+        body.decode()
+    entry = lease(7, failed_attempts=2)
+    last = completions.build_internal_failure(entry, REQUEST, raised.value, 0.0, POLICY, 0.5)
+    assert isinstance(last, DeadLetter)
+    assert "UnicodeDecodeError" in last.reason
+    assert len(last.reason) < 500
+
+
 def test_unexpected_exception_before_a_request_was_parsed_leaves_a_dead_letter_without_a_result() -> None:
     error = KeyError("id")
     first = completions.build_internal_failure(LEASE, None, error, 0.0, POLICY, 0.5)

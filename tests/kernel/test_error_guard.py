@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections import Counter
 from collections.abc import Iterator, Set
 from dataclasses import replace
@@ -45,7 +46,7 @@ from tests.kernel.fault_scene import (
     submit_all_kinds,
     wait_for_results,
 )
-from tests.kernel.scene import Scene, run_in_scene
+from tests.kernel.scene import AnsweringGateway, Scene, run_in_scene
 
 # An exception between two lookups leaves the call of the first one behind.
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
@@ -115,7 +116,16 @@ def test_exception_in_one_call_of_any_method_costs_nobody_a_result(
                 break
 
 
+@pytest.mark.parametrize("cls", [AnsweringGateway, Claimer, HealthWatch, MemoryQueue, ModelRouter])
+def test_cancelled_call_is_an_error_like_any_other(cls: type) -> None:
+    """A library may raise CancelledError in a task that nobody has cancelled."""
+    for fault in list_faults(cls, error=asyncio.CancelledError):
+        if inspect.iscoroutinefunction(vars(cls)[fault.method]):
+            run_with_faults(check_all_are_answered, replace(fault, at_call=1))
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # 37 s of CPU for one request: as many runs as there are calls that may raise
 @pytest.mark.parametrize("request_id", ["plain-1", "merged-1", "sliced-0", "turn-1"])
 def test_request_that_always_raises_an_exception_costs_no_other_a_result(request_id: str) -> None:
     async def check(scene: Scene, gateway: FeatureGateway) -> None:

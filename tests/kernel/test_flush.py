@@ -6,11 +6,12 @@ import asyncio
 
 import pytest
 
+from dispatcher.features.sequences.turn_checker import TurnChecker
 from dispatcher.kernel.parsed_requests import ParsedRequest, ParsedRequestCache
 from dispatcher.requests.outcomes.outcome import Delivered
 from dispatcher.requests.request import Request, encode_member, parse_member
 from tests.kernel.call_recorder import CallRecorder
-from tests.kernel.scene import Scene, lease, run_in_scene
+from tests.kernel.scene import Scene, find_part, lease, run_in_scene
 from tests.kernel.sequence_scene import SequenceGateway, build_turns, read_results, submit_turns
 
 
@@ -28,7 +29,7 @@ def test_next_turns_need_no_claim_and_no_turn_check() -> None:
         assert (calls.claimed_count, calls.turn_claim_count) == (claimed_before, turn_claims_before)
         await asyncio.sleep(1)
         assert gateway.sent == [f"a-{n}" for n in range(8)]
-        assert scene.dispatcher.features.turn_checker.turn_counts["granted"] == 8
+        assert find_part(scene.dispatcher, TurnChecker).turn_counts["granted"] == 8
 
     run_in_scene(check, gateway)
 

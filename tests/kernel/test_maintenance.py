@@ -15,6 +15,7 @@ import pytest
 
 from dispatcher.features.all_features import AllFeatures
 from dispatcher.features.models.queue.waiting import ModelWait
+from dispatcher.kernel import completions
 from dispatcher.kernel.context import KernelContext
 from dispatcher.kernel.in_flight import Attempt, InFlightLease, InFlightTable
 from dispatcher.kernel.journal import Journal
@@ -48,6 +49,7 @@ from dispatcher.requests.submission import QueueUnavailableError
 from dispatcher.telemetry import catalogue as series
 from dispatcher.telemetry.events import Event, divert_events
 from dispatcher.telemetry.metrics import Metrics
+from tests.kernel.fault_scene import Fault, inject
 from tests.kernel.scene import AnsweringGateway, open_limiter, request
 from tests.queue.factories import member
 
@@ -380,6 +382,20 @@ def test_overdue_requests_are_answered_without_a_claim() -> None:
         assert bench.store.queue.count_requests().pending == 1, "the deadline counts, not the score"
 
     run_on_bench(check)
+
+
+def test_overdue_request_that_raises_an_exception_holds_up_no_other() -> None:
+    async def check(bench: MaintenanceBench) -> None:
+        overdue_at = int(bench.queue.unix_now()) - 5
+        for number in range(3):
+            bench.store.add_member(member(f"late-{number}", overdue_at), float(overdue_at))
+        await asyncio.sleep(INTERVAL_S + 0.1)
+        results = [decode_result(each) for each in bench.store.result_lists[bench.store.default_result_list]]
+        assert sorted(str(each.id) for each in results) == ["late-0", "late-2"]
+        assert Event.INTERNAL_ERROR in [event for event, _ in bench.events]
+
+    with inject(Fault(completions, "build_overdue_error", request_id="late-1", is_active=True)):
+        run_on_bench(check)
 
 
 # Shared state.

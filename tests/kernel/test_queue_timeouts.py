@@ -7,11 +7,12 @@ from typing import Any
 
 from dispatcher.features.sequences.turns import Turn
 from dispatcher.kernel import Options
+from dispatcher.kernel.options import index_options
 from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.limit.budget import Reason
 from dispatcher.queue.contract import Release
 from dispatcher.requests.outcomes.outcome import RetryPolicy
-from dispatcher.requests.queue_timeouts import RuleTimeout, TimeoutAction
+from dispatcher.requests.queue_timeouts import RuleTimeout, TimeoutAction, TimeoutOptions
 from dispatcher.requests.request import encode_member
 from dispatcher.requests.result import ErrorCode
 from dispatcher.requests.score import compute_score
@@ -25,7 +26,7 @@ PATH = "/v1/completions"
 
 def make_options(action: TimeoutAction = TimeoutAction.REJECT, timeout_s: float | None = 30.0) -> Options:
     rule = RuleTimeout("batching.rules[0].default_timeout_s", (PATH,), timeout_s, action)
-    return Options(RetryPolicy(), default_path=PATH, rule_timeouts=(rule,))
+    return Options(RetryPolicy(), default_path=PATH, of_features=index_options(TimeoutOptions((rule,))))
 
 
 def make_submission(

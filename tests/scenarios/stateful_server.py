@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock, Thread
 from typing import Any
 
-from dispatcher.requests.headers import SESSION_TOKEN
+from dispatcher.requests.headers import AFFINITY_TOKEN
 
 CALL_S, ITEM_S = 0.005, 0.0001
 """Duration of a call, and of each of its items. A server runs one call at a time."""
@@ -70,7 +70,7 @@ def run_stateful_server(servers: int) -> Iterator[StatefulServer]:
             server.item_counts.append(len(ids))
             if len(ids) != len(set(ids)):
                 server.errors.append(f"two turns of a sequence in one call: {ids}")
-            token = self.headers.get(SESSION_TOKEN) or str(len(server.item_counts) % len(models))
+            token = self.headers.get(AFFINITY_TOKEN) or str(len(server.item_counts) % len(models))
             model = models[int(token)]
             with model.lock:
                 time.sleep(CALL_S + ITEM_S * len(ids))
@@ -85,7 +85,7 @@ def run_stateful_server(servers: int) -> Iterator[StatefulServer]:
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
-            self.send_header(SESSION_TOKEN, token)
+            self.send_header(AFFINITY_TOKEN, token)
             self.end_headers()
             self.wfile.write(body)
 

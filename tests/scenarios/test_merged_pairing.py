@@ -98,6 +98,12 @@ async def submit_and_check(client: BatchClient, caller: int, count: int) -> Coun
 
 def lacks_one_item(answer: Any, expected: Any) -> bool:
     """Return True if the answer is correct except that one item is missing."""
+    if isinstance(expected, dict) and "outputs" in expected:
+        return len(answer["outputs"]) == len(expected["outputs"]) and all(
+            output["shape"][0] == whole["shape"][0] - 1
+            and output["data"] == whole["data"][: len(output["data"])]
+            for output, whole in zip(answer["outputs"], expected["outputs"], strict=True)
+        )
     if isinstance(expected, list):
         return len(answer) == len(expected) - 1 and all(item in expected for item in answer)
     return isinstance(answer, dict) and any(

@@ -27,7 +27,7 @@ from tests.scenarios.gateway_log import MAX_CHECK_PROMPT, find_order_errors, lis
 from tests.scenarios.processes import Dispatcher, LogEntry, Stage, World, build_source_environment
 from tests.support import require_tool, wait_until_sync
 
-COMMIT_BEFORE = "7842b8619020f18672b47c7007f36b16f8c98072"
+COMMIT_BEFORE = "ed6b24dab58ec468afa829433d46ace22ca90421"
 """Commit whose dispatcher runs beside that of this checkout."""
 COMPLETIONS = "/v1/completions"
 CONFIG = GenerationConfig(trims_content=True)

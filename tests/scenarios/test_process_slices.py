@@ -138,8 +138,10 @@ class SlicedRun:
     def _disturb_until_answered(self) -> None:
         producer, case = self.stage.producer, self.case
         answered_before = len(producer.results)
+        # The first requests to end are those of dispatchers that have checked the model.
         thresholds = [
-            answered_before + case.requests * number // (case.kills + 1) for number in range(case.kills)
+            answered_before + case.requests * number // (case.kills + 1)
+            for number in range(1, case.kills + 1)
         ]
         end_at = time.monotonic() + 300
         while len(producer.collect()) < len(self.payloads):
@@ -232,7 +234,7 @@ def test_answers_in_slices_equal_those_of_single_calls_whatever_happens(own_stag
     sliced = [results[0] for results in producer.results.values() if results[0].get("slices")]
     # A dispatcher that was killed sends whole requests until it has checked the model again, which takes long
     # on a busy machine.
-    assert len(sliced) > len(run.payloads) / 10
+    assert len(sliced) > len(run.payloads) / 5
     assert run.lost_calls or not case.kills
 
 

@@ -360,6 +360,18 @@ def test_changed_file_is_applied_or_rejected_with_the_reason(tmp_path: Path, tex
     run_check(check)
 
 
+def test_reload_that_raises_an_exception_is_rejected(tmp_path: Path) -> None:
+    async def check(unstarted: UnstartedService) -> None:
+        path = tmp_path / "config.yaml"
+        path.write_text(CONFIG.replace("0.05", "0.1"))
+        del unstarted.service.watch
+        _Reloader(unstarted.service, CONFIG, path, {}).reload_now()
+        assert "AttributeError" in str(unstarted.service.config_problem)
+        assert Event.INTERNAL_ERROR in [event for event, _ in unstarted.events]
+
+    run_check(check)
+
+
 # Connections between the parts
 
 

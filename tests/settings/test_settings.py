@@ -18,21 +18,7 @@ from dispatcher.settings.load import key_paths, load_settings, parse_settings
 from dispatcher.settings.model import Settings
 from dispatcher.settings.values import SecretUrl, is_secret_name
 from dispatcher.settings.yaml_source import Problem
-
-MINIMAL = "gateway: {url: http://gw}\n"
-
-
-def parse_valid(text: str = MINIMAL, **environ: str) -> Settings:
-    found = parse_settings(text, {f"BATCH_DISPATCHER__{name}": value for name, value in environ.items()})
-    assert isinstance(found, Settings), [str(problem) for problem in found]
-    return found
-
-
-def list_problems(text: str, **environ: str) -> list[str]:
-    found = parse_settings(text, {f"BATCH_DISPATCHER__{name}": value for name, value in environ.items()})
-    assert isinstance(found, list)
-    assert found
-    return [str(problem) for problem in found]
+from tests.settings.parsing import MINIMAL, list_problems, parse_valid
 
 
 def test_minimal_file_has_the_documented_defaults() -> None:
@@ -449,49 +435,3 @@ def test_settings_cannot_be_changed_in_place() -> None:
     settings = parse_valid()
     with pytest.raises(ValueError, match="frozen"):
         settings.budget.reserve = 0.5  # type: ignore[misc]
-
-
-def test_batching_rules_are_read_as_json_from_a_variable_and_problems_name_the_rule() -> None:
-    rules = json.dumps([{"paths": ["/v1/models/*:predict"], "max_size": 64, "preferred_sizes": [16, 32]}])
-    settings = parse_valid(BATCHING__RULES=rules, BATCHING__MODE="on")
-    (rule,) = settings.batching.active_rules()
-    assert (rule.shape.name, rule.mode, rule.grouping.preferred_sizes) == ("tensorflow", "on", (16, 32))
-    assert list_problems(MINIMAL, BATCHING__RULES='[{"paths": ["/v1/embeddings"]}, {"paths": ["/odd"]}]') == [
-        "environment: BATCH_DISPATCHER__BATCHING__RULES[1].shape: must be given: no shape is usual at /odd"
-    ]
-    (problem,) = list_problems(MINIMAL, BATCHING__RULES="[{")
-    assert problem.startswith("environment: BATCH_DISPATCHER__BATCHING__RULES: cannot be read")
-
-
-@pytest.mark.parametrize("mode", ["off", "auto"])
-def test_timeouts_of_batching_rules_keep_the_order_of_the_rules_in_every_mode(mode: str) -> None:
-    rules = (
-        "[{paths: [/v1/embeddings]},"
-        " {paths: ['/v2/*'], shape: kserve, default_timeout_s: 1.5, timeout_action: delay}]"
-    )
-    timeouts = parse_valid(MINIMAL + f"batching: {{mode: {mode}, rules: {rules}}}").batching.build_timeouts()
-    assert [(each.paths, each.timeout_s, each.action) for each in timeouts] == [
-        (("/v1/embeddings",), None, "reject"),
-        (("/v2/*",), 1.5, "delay"),
-    ]
-    assert timeouts[1].setting == "batching.rules[1].default_timeout_s"
-
-
-def test_rules_without_a_timeout_cost_claimed_requests_nothing() -> None:
-    assert parse_valid().batching.build_timeouts() == ()
-
-
-@pytest.mark.parametrize(
-    ("text", "rules"),
-    [
-        ("", ["embeddings"]),
-        ("batching: {mode: off}", []),
-        ("batching: {mode: on, rules: []}", []),
-        (
-            "batching: {rules: [{paths: [/v2/models/a/infer]}, {paths: ['/*'], shape: predict}]}",
-            ["kserve", "predict"],
-        ),
-    ],
-)
-def test_active_batching_rules_follow_mode_and_rules(text: str, rules: list[str]) -> None:
-    assert [rule.shape.name for rule in parse_valid(MINIMAL + text).batching.active_rules()] == rules

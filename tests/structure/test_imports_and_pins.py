@@ -28,6 +28,8 @@ ALLOWED_PACKAGES = {
     "dispatcher.features.named_streams.cli": {"typer"},
     "dispatcher.features.sequences.cancel": {"typer"},
     "dispatcher.features.sequences.cli": {"typer"},
+    "dispatcher.features.merging.settings": {"pydantic"},
+    "dispatcher.features.sequences.settings": {"pydantic"},
     "dispatcher.features.slices.settings": {"pydantic"},
     "dispatcher.settings": {"pydantic", "pydantic_core", "pydantic_settings", "yaml", "watchfiles"},
     "dispatcher.telemetry": {"structlog", "msgspec", "prometheus_client", "opentelemetry"},

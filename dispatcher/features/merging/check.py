@@ -7,17 +7,19 @@ from collections.abc import Iterator
 from dispatcher.check.feature_check import FeatureCheck
 from dispatcher.check.finding import Finding
 from dispatcher.common.patterns import matches_pattern, patterns_overlap
+from dispatcher.features.merging.settings import BatchingSettings
 from dispatcher.settings.model import Settings
 
 
 class MergingCheck(FeatureCheck):
     def check_settings(self, settings: Settings) -> Iterator[Finding]:
         """Report paths of batching rules that no request can match."""
-        if settings.batching.mode == "off" or "rules" not in settings.batching.model_fields_set:
+        batching = settings.get_section(BatchingSettings)
+        if batching.mode == "off" or "rules" not in batching.model_fields_set:
             return
         allowed = (*settings.gateway.allowed_paths, settings.gateway.path)
         before: list[tuple[int, str]] = []
-        for number, rule in enumerate(settings.batching.rules):
+        for number, rule in enumerate(batching.rules):
             where = f"batching.rules[{number}].paths"
             for path in rule.paths:
                 taken = next((by for by, pattern in before if matches_pattern(pattern, path)), None)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
 
+from dispatcher.features.merging import shapes
 from dispatcher.features.merging.shapes import BODY_ERRORS, Part, Shape, merge_parts
 from dispatcher.requests.affinity import Affinity
 from dispatcher.requests.json_fields import check_utf8, parse_fields
 from dispatcher.requests.request import Request
+
+if TYPE_CHECKING:
+    from dispatcher.features.merging.rules import BatchRule
 
 _SEQUENCE_FIELDS = ("sequence_id", "sequence_start", "sequence_end")
 _NO_SEQUENCE = (b"null", b"false", b"0", b'""')
@@ -80,3 +85,18 @@ def check_sequence_fields(shape: Shape, payload: bytes) -> str:
 def build_piece(request: Request, part: Part) -> Request:
     """Return the request with a piece of its list."""
     return replace(request, payload=merge_parts([part]))
+
+
+def join_copies(rule: BatchRule, body: bytes, max_bytes: int) -> Iterator[tuple[bytes, int]]:
+    """Yield a request merged with itself, once for each size that the rule prefers, with the number of
+    copies."""
+    part = shapes.parse_part(rule.shape, body)
+    if isinstance(part, shapes.Unfit):
+        return
+    grouping = rule.grouping
+    largest = min(grouping.max_size, rule.max_items or grouping.max_size)
+    sizes = {size for size in grouping.preferred_sizes if size <= largest} or {largest}
+    for count in sorted({size // part.size for size in sizes}):
+        fits = count * part.tokens <= grouping.max_weight and count * len(body) <= max_bytes
+        if count > 1 and fits:
+            yield shapes.merge_parts([part] * count), count

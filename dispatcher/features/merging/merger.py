@@ -44,10 +44,17 @@ from dispatcher.features.merging.merged_calls import (
     split_by_limits,
     split_long_list,
 )
-from dispatcher.features.merging.merged_request import build_piece, check_sequence_fields, merge_requests
+from dispatcher.features.merging.merged_request import (
+    build_piece,
+    check_sequence_fields,
+    join_copies,
+    merge_requests,
+)
+from dispatcher.features.merging.options import MergeOptions
 from dispatcher.kernel import completions
 from dispatcher.kernel.hooks import FollowUp, LeasePart
 from dispatcher.kernel.in_flight import Attempt, InFlightLease
+from dispatcher.requests.affinity import AffinityOptions
 from dispatcher.requests.outcomes.outcome import Delivered, Failed, FailureKind, TooLarge
 from dispatcher.requests.result import ErrorCode
 from dispatcher.telemetry.events import Event, emit
@@ -70,7 +77,7 @@ class RequestMerger(LeasePart):
 
     def __init__(self, context: KernelContext) -> None:
         self.groups = BatchGroups()
-        self.targets = MergeTargets(context.options.merge_rules)
+        self.targets = MergeTargets(context.options.of(MergeOptions).rules)
         self.call_counts: dict[str, int] = dict.fromkeys(("split", "halved", "unsplittable", "failed"), 0)
         """Number of merged calls by result."""
         self.merged_request_count = 0
@@ -78,7 +85,7 @@ class RequestMerger(LeasePart):
         self.check_counts: dict[str, int] = dict.fromkeys(("same", "differs", "inconclusive"), 0)
         """Number of single calls for parity checks, by result."""
         self._context = context
-        self._rules = context.options.merge_rules
+        self._rules = context.options.of(MergeOptions).rules
         self.leases: dict[str, BatchMember] = {}
         """Members by the token of their lease."""
         self._sent_alone: OrderedDict[int, None] = OrderedDict()
@@ -88,7 +95,7 @@ class RequestMerger(LeasePart):
     def reconfigure(self) -> None:
         """Use new options. New rules start with nothing learned; waiting and running calls end by the old
         rules."""
-        before, self._rules = self._rules, self._context.options.merge_rules
+        before, self._rules = self._rules, self._context.options.of(MergeOptions).rules
         if before != self._rules:
             self.targets = MergeTargets(self._rules)
 
@@ -102,6 +109,11 @@ class RequestMerger(LeasePart):
     def has_rule_for(self, request: Request) -> bool:
         """Return True if a rule applies to the path of the request."""
         return self.targets.find_rule(request.endpoint or self._context.options.default_path) is not None
+
+    def join_copies(self, path: str, body: bytes, max_bytes: int) -> Iterable[tuple[bytes, int]]:
+        """Return the calls of `merged_request.join_copies` by the rule for the path. None without a rule."""
+        rule = self.targets.find_rule(path)
+        return () if rule is None else join_copies(rule, body, max_bytes)
 
     def register_request(self, entry: InFlightLease, request: Request) -> str:
         """Register a request that may be merged, or a list that may be too long. Return why the request may
@@ -154,8 +166,8 @@ class RequestMerger(LeasePart):
     def _writes_sequence_fields(self, rule: BatchRule) -> bool:
         """Return True if the dispatcher writes the ids of sequences into bodies. If servers are chosen by the
         header with the id, the producers write them."""
-        options = self._context.options
-        is_by_token = options.token_header != "" or not options.sequences.id_header
+        headers = self._context.options.of(AffinityOptions)
+        is_by_token = headers.token_header != "" or not headers.id_header
         return rule.merge_sequences and rule.shape.sequence_field != "" and is_by_token
 
     def look_up(self, requests: list[ClaimedRequest]) -> None:

@@ -170,7 +170,12 @@ class ModelRouter(LeasePart):
         if self._pool_models is None:
             return requests
         pool = self._pool_models
-        return [claimed for claimed in requests if self._resolve_model(claimed, pool)]
+        # During the lookups, a reload may have begun to watch models. Then no model was read.
+        return [
+            claimed
+            for claimed in requests
+            if claimed.entry.lease.token not in self.leases or self._resolve_model(claimed, pool)
+        ]
 
     def _resolve_model(self, claimed: ClaimedRequest, pool: PoolModels) -> bool:
         """Resolve the model of one request. Return True if the request continues."""

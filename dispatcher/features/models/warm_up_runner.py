@@ -281,7 +281,7 @@ class WarmUpRunner:
             return False
         requests, warm_up.staleness_note = await family_options.load_warmup()
         timeout_s = self.options.versions.warmup_timeout_s
-        calls = plan_calls(requests, self.options.merge_rules, warm_up.version)
+        calls = plan_calls(requests, self._context.hooks.join_copies, warm_up.version)
         for call in islice(calls, warm_up.sent_count, None):
             while True:
                 if warm_up.spent_s >= timeout_s:

@@ -7,16 +7,15 @@ valid, too. A file is accepted as a whole or not at all: every error is reported
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 
 import msgspec
 
 from dispatcher.common.patterns import matches_any
 from dispatcher.common.printable import truncate_text
-from dispatcher.features.merging import shapes
-from dispatcher.features.merging.rules import BatchRule
 from dispatcher.features.models.body_rewrite import replace_model
 from dispatcher.requests.json_fields import NotUnderstoodError, check_utf8, parse_fields
 from dispatcher.requests.routing import is_plain_path
@@ -39,6 +38,10 @@ _LINE_OVERHEAD_BYTES = 40
 _KNOWN_FIELDS = ("url", "body", "repeat")
 _IGNORED_FIELDS = ("custom_id", "method", "sequence")
 """Fields of batch files that are ignored."""
+
+
+JoinCopies = Callable[[str, bytes, int], Iterable[tuple[bytes, int]]]
+"""The hook `join_copies` of the kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,13 +225,13 @@ def _find_body_faults(body: bytes, rules: WarmupRules) -> list[str]:
 
 def plan_calls(
     requests: Sequence[WarmupRequest],
-    rules: Sequence[BatchRule],
+    join_copies: Iterable[JoinCopies],
     model: str,
     *,
     max_bytes: int = MAX_FILE_BYTES,
 ) -> Iterator[WarmupCall]:
     """Yield the calls that warm a server up for this model, in the order of the file: each request alone, as
-    often as it says, then merged with itself in the sizes that its batching rule prefers.
+    often as it says, then in the calls in which features merge several copies of it.
 
     There are at most MAX_CALLS of the first kind and MAX_MERGED_CALLS of the second kind, each with about
     `max_bytes` at most. A body in which the model cannot be replaced is skipped. The calls are generated one
@@ -241,27 +244,10 @@ def plan_calls(
             continue
         for _ in range(request.repeat):
             yield WarmupCall(request.url, body, 1)
-        rule = next((each for each in rules if matches_any(each.paths, request.url)), None)
-        for call in _plan_merged_calls(request.url, body, rule, max_bytes) if rule is not None else ():
-            if not merged_left:
-                break
-            merged_left -= 1
-            yield call
-
-
-def _plan_merged_calls(path: str, body: bytes, rule: BatchRule, max_bytes: int) -> Iterator[WarmupCall]:
-    """Yield a request merged with itself, once for each size of the rule."""
-    part = shapes.parse_part(rule.shape, body)
-    if isinstance(part, shapes.Unfit):
-        return
-    grouping = rule.grouping
-    largest = min(grouping.max_size, rule.max_items or grouping.max_size)
-    sizes = {size for size in grouping.preferred_sizes if size <= largest} or {largest}
-    counts = sorted({size // part.size for size in sizes})
-    for count in counts:
-        fits = count * part.tokens <= grouping.max_weight and count * len(body) <= max_bytes
-        if count > 1 and fits:
-            yield WarmupCall(path, shapes.merge_parts([part] * count), count)
+        for merge in join_copies:
+            for merged, count in islice(merge(request.url, body, max_bytes), merged_left):
+                merged_left -= 1
+                yield WarmupCall(request.url, merged, count)
 
 
 # Recording.

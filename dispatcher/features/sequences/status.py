@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from dispatcher.features.sequences.options import SequenceOptions
 from dispatcher.telemetry.status import MAX_TABLE_ROWS, FeatureSection, FeatureStatus
 
 if TYPE_CHECKING:
@@ -70,9 +71,8 @@ def build_status(
         sequence_turns=dict(turn_checker.turn_counts),
         sequence_servers=dict(turn_checker.server_counts),
     )
-    return FeatureStatus(
-        section, sentences=_explain_waiting(counts, context.options.sequences.terms) if counts else ()
-    )
+    terms = context.options.of(SequenceOptions).terms
+    return FeatureStatus(section, sentences=_explain_waiting(counts, terms) if counts else ())
 
 
 def _explain_waiting(counts: SequenceCounts, terms: SequenceTerms) -> list[str]:

@@ -31,6 +31,7 @@ from dispatcher.features.sequences.decisions import (
     TurnRejected,
     TurnWaits,
 )
+from dispatcher.features.sequences.options import SequenceOptions
 from dispatcher.features.sequences.queue.calls import SequenceCalls
 from dispatcher.features.sequences.queue.steps import decode_granted_turn
 from dispatcher.features.sequences.queue.turn_end import TurnEnd
@@ -39,7 +40,7 @@ from dispatcher.features.sequences.turns import CarryMode
 from dispatcher.kernel import completions
 from dispatcher.kernel.hooks import LeasePart
 from dispatcher.queue.contract import Settlement
-from dispatcher.requests.affinity import Affinity
+from dispatcher.requests.affinity import Affinity, AffinityOptions
 from dispatcher.requests.outcomes.outcome import Delivered
 from dispatcher.requests.result import ErrorCode
 
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from dispatcher.kernel.completions import Completion
     from dispatcher.kernel.context import KernelContext
     from dispatcher.kernel.in_flight import InFlightLease
-    from dispatcher.kernel.options import SequenceOptions
     from dispatcher.requests.request import Request
 
 MAX_ATTEMPTS_AT_SERVER = 2
@@ -79,7 +79,7 @@ class TurnChecker(LeasePart):
 
     @property
     def _options(self) -> SequenceOptions:
-        return self._context.options.sequences
+        return self._context.options.of(SequenceOptions)
 
     def look_up(self, requests: list[ClaimedRequest]) -> Awaitable[None] | None:
         """Return the call to the queue that these requests need. `None` if they need none."""
@@ -162,9 +162,10 @@ class TurnChecker(LeasePart):
     ) -> Request | CannotContinue:
         """Return the request as it is sent: with headers of the sequence and with its conversation."""
         turn, options = request.sequence, self._options
-        token_header = self._context.options.token_header.lower()
+        names = self._context.options.of(AffinityOptions)
+        token_header = names.token_header.lower()
         assert turn is not None  # noqa: S101 -- its turn is granted
-        headers = {options.id_header.lower(): turn.id} if options.id_header else {}
+        headers = {names.id_header.lower(): turn.id} if names.id_header else {}
         # After failures, the server of the token may be the cause.
         if token_header and granted.sticky_token and entry.lease.failed_attempts < MAX_ATTEMPTS_AT_SERVER:
             headers[token_header] = granted.sticky_token

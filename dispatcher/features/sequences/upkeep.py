@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from dispatcher.features.sequences.change_log import SequenceChangeLog
 from dispatcher.features.sequences.completions import build_remaining_error
+from dispatcher.features.sequences.options import SequenceOptions
 from dispatcher.features.sequences.overrides import name_override
 from dispatcher.features.sequences.queue.calls import SequenceCalls
 from dispatcher.features.sequences.queue_steps import SequenceStep
@@ -34,14 +35,19 @@ class SequenceUpkeep:
         self._access = context.access
         self._calls = context.access.queue.open_calls(SequenceCalls)
         self._log = SequenceChangeLog()
-        self._shared_terms = context.options.sequences.terms
+        self.reconfigure()
+        self._shared_terms = self._terms
         """Terms that the queue has, or gets with the first request of a sequence."""
+
+    def reconfigure(self) -> None:
+        """Use new options."""
+        self._terms = self._context.options.of(SequenceOptions).terms
 
     def name_override(self, request: Request) -> Request:
         """Return the request with the override of the settings that applies to its sequence."""
-        options = self._context.options
-        terms = options.sequences.terms
-        return name_override(request, terms, options.default_path) if terms.overrides else request
+        if not self._terms.overrides:
+            return request
+        return name_override(request, self._terms, self._context.options.default_path)
 
     def log_events(self, counts: QueueCounts) -> None:
         for event, fields in self._log.collect_events(counts.sequence_counters, loop_time()):
@@ -62,7 +68,7 @@ class SequenceUpkeep:
     async def _send_changed_terms(self) -> None:
         """Send changed settings of sequences to the queue, so that waiting requests follow them without a new
         request."""
-        terms = self._context.options.sequences.terms
+        terms = self._terms
         if self._shared_terms == terms:
             return
         asked_at = self._access.clock()

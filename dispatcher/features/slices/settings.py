@@ -86,13 +86,14 @@ class SlicingSettings(Section):
         )
 
 
+PLACE = 3
 SECTIONS: dict[str, type[Section]] = {"slicing": SlicingSettings}
 
 
-def build_options(settings: Settings) -> SliceOptions:
+def build_options(settings: Settings) -> tuple[SliceOptions]:
     """Return the options that the loop takes from the settings."""
     slicing = settings.get_section(SlicingSettings)
-    return SliceOptions(
+    options = SliceOptions(
         is_on=slicing.mode != "off",
         terms=slicing.build_terms(),
         measures_size=slicing.tokens is None,
@@ -100,3 +101,4 @@ def build_options(settings: Settings) -> SliceOptions:
         is_streamed=slicing.stream,
         revokes=slicing.revoke == "on" or (slicing.revoke == "auto" and slicing.stream),
     )
+    return (options,)

@@ -40,7 +40,7 @@ from dispatcher.features.slices.support import ModelKey, ModelSupport, SupportTa
 from dispatcher.kernel.hooks import Conclusion, LeasePart
 from dispatcher.kernel.queue_access import loop_time
 from dispatcher.queue.contract import Release
-from dispatcher.requests.affinity import Affinity
+from dispatcher.requests.affinity import Affinity, AffinityOptions
 from dispatcher.requests.outcomes.outcome import Delivered, Failed, FailureKind, UncountedError
 from dispatcher.requests.request import ONE_CALL, Request
 from dispatcher.requests.usage import parse_token_usage
@@ -110,7 +110,7 @@ class Slicer(LeasePart):
         options = self._context.options
         self._options = options.of(SliceOptions)
         self._default_path = options.default_path
-        self._token_header = options.token_header.lower()
+        self._token_header = options.of(AffinityOptions).token_header.lower()
         self.support.judges_cost = self._options.judges_cost
         self.support.is_streamed = self._options.is_streamed
 

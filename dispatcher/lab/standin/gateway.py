@@ -29,12 +29,12 @@ from dispatcher.lab.standin.prefixes import PrefixServers, TokenCache
 from dispatcher.lab.standin.replies import Answer, build_content, build_headers, build_plain_text
 from dispatcher.lab.standin.serving import ModelServers, build_not_found
 from dispatcher.requests.headers import (
+    AFFINITY_TOKEN,
     FAIRNESS_ID,
     OBJECTIVE,
     OLD_FAIRNESS_ID,
     OLD_OBJECTIVE,
     REQUEST_ID,
-    SESSION_TOKEN,
 )
 
 
@@ -334,7 +334,7 @@ class Gateway:
             self._call_after_path(self._send_answer, exchange, entry, refusal)
             return
 
-        server = self.prefixes.pick_server(exchange.headers.get(SESSION_TOKEN, ""))
+        server = self.prefixes.pick_server(exchange.headers.get(AFFINITY_TOKEN, ""))
         try:
             run = self._start_generation(exchange, entry, answer, server, visit.cold_s)
         except InvalidRequestError as error:

@@ -162,7 +162,11 @@ class ListServer:
             listed.reverse()
         if self.config.missing > 0:
             self.config.missing -= 1
-            listed.pop()
+            if isinstance(answer, dict) and "outputs" in answer:
+                for output in listed:
+                    _drop_last_row(output)
+            else:
+                listed.pop()
         return answer
 
     def _record_end(
@@ -199,6 +203,13 @@ class ListServer:
         while self._waiting_calls and self.running < self.config.workers:
             self.running += 1
             self._waiting_calls.pop(0).set_result(None)
+
+
+def _drop_last_row(output: dict[str, Any]) -> None:
+    """Remove the last row of a tensor, whose data are nested or flat."""
+    row_count, data = output["shape"][0], output["data"]
+    output["shape"] = [row_count - 1, *output["shape"][1:]]
+    output["data"] = data[: len(data) - len(data) // row_count]
 
 
 def build_too_many_error(words: str, count: int, max_items: int, *, native: bool = False) -> tuple[int, Any]:

@@ -12,7 +12,7 @@ import msgspec
 from dispatcher.lab.standin.generation_api import GenerationConfig
 from dispatcher.lab.standin.http import Exchange, encode_chunk
 from dispatcher.lab.standin.list_models import BadCallError, parse_call
-from dispatcher.requests.headers import DROP_REASON, SESSION_TOKEN
+from dispatcher.requests.headers import AFFINITY_TOKEN, DROP_REASON
 
 _DIMS = 8
 """Length of a vector."""
@@ -93,7 +93,7 @@ def build_content(
 
 def build_headers(server: str, answer: Answer) -> list[tuple[str, str]]:
     """Build the headers that do not depend on the body."""
-    headers = [(SESSION_TOKEN, server)] if server else []
+    headers = [(AFFINITY_TOKEN, server)] if server else []
     if answer.reason:
         headers.append((DROP_REASON, answer.reason))
     if answer.retry_after:

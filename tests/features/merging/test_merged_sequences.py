@@ -13,21 +13,26 @@ import pytest
 
 from dispatcher.common.grouping import GroupingRule
 from dispatcher.features.all_features import AllFeatures
+from dispatcher.features.merging.merger import RequestMerger
+from dispatcher.features.merging.options import MergeOptions
 from dispatcher.features.merging.rules import BatchRule, MergeMode
 from dispatcher.features.merging.shapes import SHAPES
 from dispatcher.features.sequences.turns import OnError, Turn
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal, Options
+from dispatcher.kernel.options import index_options
 from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.limit.budget import Policy, Reading, Signal
 from dispatcher.limit.limiter import Limiter
-from dispatcher.requests.headers import SESSION_TOKEN
+from dispatcher.requests.affinity import AffinityOptions
+from dispatcher.requests.headers import AFFINITY_TOKEN
 from dispatcher.requests.outcomes.outcome import Delivered, Failed, Outcome, RetryPolicy
 from dispatcher.requests.request import Request, encode_member
 from dispatcher.requests.result import PoppedResult, decode_result
 from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.metrics import Metrics
+from tests.kernel.scene import find_part
 
 PATH = "/v2/models/counter/infer"
 CALL_S, ITEM_S = 0.005, 0.0001
@@ -109,7 +114,11 @@ class Scene:
         limiter = Limiter(Policy(max_sys=limit, reserve=0.0, max_age_s=1e9), [Signal.REQUESTS])
         limiter.add_reading(Reading(Signal.REQUESTS, 1.0, 1.0, 0.0, 0.0, limit), 1.0)
         retry = RetryPolicy(base_s=0.01, max_s=0.1, max_attempts=3)
-        options = Options(retry, default_path=PATH, merge_rules=(rule,), token_header=token_header)
+        options = Options(
+            retry,
+            default_path=PATH,
+            of_features=index_options(MergeOptions((rule,)), AffinityOptions(token_header)),
+        )
         queue = MemoryQueue(self.store, "a")
         self.dispatcher = Dispatcher(
             queue, model, limiter, options, Journal(Metrics()), build_features=AllFeatures
@@ -151,7 +160,7 @@ def run_in_scene(
     model: StatefulModel,
     *,
     rule: BatchRule = RULE,
-    token_header: str = SESSION_TOKEN,
+    token_header: str = AFFINITY_TOKEN,
     limit: int = 64,
 ) -> None:
     async def main() -> None:
@@ -336,7 +345,7 @@ def test_answer_that_cannot_be_split_counts_as_a_failed_attempt_of_each_sequence
         await scene.take_results(8)
         check_totals(scene, values)
         assert not scene.list_errors()
-        (target,) = scene.dispatcher.features.merger.targets
+        (target,) = find_part(scene.dispatcher, RequestMerger).targets
         assert "could not be split" in target.size.off_reason
         assert all(len(ids) == 1 for ids in model.calls[1:]), "nothing is merged any more"
 
@@ -346,7 +355,7 @@ def test_answer_that_cannot_be_split_counts_as_a_failed_attempt_of_each_sequence
 @pytest.mark.parametrize(
     ("rule", "token_header"),
     [
-        pytest.param(replace(RULE, merge_sequences=False), SESSION_TOKEN, id="rule without sequences"),
+        pytest.param(replace(RULE, merge_sequences=False), AFFINITY_TOKEN, id="rule without sequences"),
         pytest.param(RULE, "", id="servers are chosen by the id header"),
     ],
 )

@@ -14,24 +14,27 @@ from dispatcher.common.grouping import GroupingRule
 from dispatcher.features.all_features import AllFeatures
 from dispatcher.features.merging.call_size import INITIAL_CHECKS
 from dispatcher.features.merging.merger import RequestMerger
+from dispatcher.features.merging.options import MergeOptions
 from dispatcher.features.merging.rules import BatchRule, MergeMode
 from dispatcher.features.merging.shapes import SHAPES
+from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal, Options
 from dispatcher.kernel.context import KernelContext
 from dispatcher.kernel.in_flight import InFlightLease
+from dispatcher.kernel.options import index_options
 from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.limit.budget import Policy, Reading, Signal
 from dispatcher.limit.limiter import Limiter
 from dispatcher.requests.outcomes.outcome import Delivered, Failed, Overloaded, RetryPolicy
-from dispatcher.requests.request import encode_member
+from dispatcher.requests.request import Request, encode_member
 from dispatcher.requests.result import ErrorCode, PoppedResult, decode_result
 from dispatcher.requests.score import compute_score
 from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.events import Event, divert_events
 from dispatcher.telemetry.metrics import Metrics
 from tests.kernel.embedding_gateway import EmbeddingGateway, build_answer
-from tests.kernel.scene import lease, request
+from tests.kernel.scene import find_part, lease, request
 
 PATH = "/v1/embeddings"
 RULE = BatchRule((PATH,), SHAPES["embeddings"], MergeMode.ON, GroupingRule(32, max_delay_s=0.02))
@@ -49,7 +52,11 @@ class MergingScene:
         self.store = MemoryStore(clock=loop.time)
         self.limiter = Limiter(Policy(max_sys=limit, reserve=0.0, max_age_s=1e9), [Signal.REQUESTS])
         self.limiter.add_reading(Reading(Signal.REQUESTS, 1.0, 1.0, 0.0, 0.0, limit), 1.0)
-        self.options = Options(RetryPolicy(**retry), default_path="/v1/completions", merge_rules=(rule,))
+        self.options = Options(
+            RetryPolicy(**retry),
+            default_path="/v1/completions",
+            of_features=index_options(MergeOptions((rule,))),
+        )
         self.metrics = Metrics()
         self.dispatcher = Dispatcher(
             MemoryQueue(self.store, "a"),
@@ -59,7 +66,7 @@ class MergingScene:
             Journal(self.metrics),
             build_features=AllFeatures,
         )
-        self.merger = self.dispatcher.features.merger
+        self.merger = find_part(self.dispatcher, RequestMerger)
         self.results: dict[str, PoppedResult] = {}
         self.events: list[tuple[Event, Mapping[str, Any]]] = []
 
@@ -302,6 +309,31 @@ def test_request_fails_only_after_it_was_sent_alone() -> None:
     assert sorted(map(len, scene.server.calls)) == [*[1] * 8, 8]
 
 
+def test_merged_call_that_raises_an_exception_fails_only_requests_that_raise_it_alone() -> None:
+    """The cause may be one of its requests."""
+    texts = build_texts(8)
+
+    class RaisingGateway(EmbeddingGateway):
+        async def forward(
+            self, request: Request, *, token: str, deadline: float, may_send: Callable[[], bool]
+        ) -> AttemptResult:
+            if texts["r-5"].encode() in request.payload:
+                raise ValueError(request.id)
+            return await super().forward(request, token=token, deadline=deadline, may_send=may_send)
+
+    async def check(scene: MergingScene) -> None:
+        await pass_parity_checks(scene)
+        await scene.submit(texts)
+        await scene.wait_for_results(8)
+        scene.events.clear()  # the exceptions are expected
+
+    scene = run_in_scene(check, RaisingGateway(), max_attempts=1)
+    codes = scene.get_codes()
+    assert scene.results["r-5"].error_code == ErrorCode.RETRIES_EXHAUSTED
+    del codes["r-5"]
+    assert set(codes.values()) == {200}
+
+
 def test_overload_refusal_of_a_merged_call_releases_every_request() -> None:
     texts = build_texts(8)
 
@@ -403,7 +435,7 @@ def test_units_of_lists_are_their_items() -> None:
 def test_requests_for_different_versions_or_endpoints_are_not_merged() -> None:
     destinations = [("m-v1", ""), ("m-v2", ""), ("m-v2", "10.0.0.1:80"), ("m-v2", "10.0.0.1:80,10.0.0.2:80")]
     nothing: Any = None
-    options = Options(RetryPolicy(), default_path=PATH, merge_rules=(RULE,))
+    options = Options(RetryPolicy(), default_path=PATH, of_features=index_options(MergeOptions((RULE,))))
     merger = RequestMerger(KernelContext(nothing, nothing, nothing, nothing, options))
     for entry_id, (version, endpoints) in enumerate(2 * destinations):
         entry = InFlightLease(lease(entry_id))
@@ -635,7 +667,9 @@ def test_merged_calls_increase_the_rate_if_each_call_has_a_fixed_cost(
         rates = {}
         for mode in (MergeMode.OFF, MergeMode.ON, MergeMode.AUTO):
             rules = () if mode is MergeMode.OFF else (replace(rule, mode=mode),)
-            scene.dispatcher.reconfigure(replace(scene.options, merge_rules=rules))
+            scene.dispatcher.reconfigure(
+                replace(scene.options, of_features=index_options(MergeOptions(rules)))
+            )
             await measure_duration_s(scene, f"warm-{mode}", 100 if mode is MergeMode.OFF else 3000)
             count = 1000 if mode is MergeMode.OFF else 5000
             rates[mode] = count / await measure_duration_s(scene, mode, count)
@@ -653,7 +687,7 @@ def test_auto_mode_costs_at_most_five_percent_where_merging_brings_nothing() -> 
     """The server runs 64 calls at once, and each item takes the same time, merged or not."""
 
     async def check(scene: MergingScene) -> None:
-        scene.dispatcher.reconfigure(replace(scene.options, merge_rules=()))
+        scene.dispatcher.reconfigure(replace(scene.options, of_features=index_options(MergeOptions(()))))
         await measure_duration_s(scene, "warm", 500)
         off_duration_s = await measure_duration_s(scene, "off", 10_000)
         scene.dispatcher.reconfigure(scene.options)

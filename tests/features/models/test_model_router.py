@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from dispatcher.common.grouping import GroupingRule
+from dispatcher.features.merging.options import MergeOptions
 from dispatcher.features.merging.rules import BatchRule, MergeMode
 from dispatcher.features.merging.shapes import SHAPES
 from dispatcher.features.models.availability import DENIAL_S, ModelState, ModelTerms, WhenNotServed
@@ -22,6 +24,7 @@ from dispatcher.features.models.model_router import (
 from dispatcher.features.sequences.turns import Turn
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Options
+from dispatcher.kernel.options import index_options
 from dispatcher.limit.budget import Policy
 from dispatcher.limit.limiter import Limiter
 from dispatcher.requests.outcomes.outcome import Delivered, RetryPolicy
@@ -198,7 +201,9 @@ def test_merged_call_whose_model_is_denied_releases_all_its_requests() -> None:
     rule = BatchRule(
         ("/v1/embeddings",), SHAPES["embeddings"], MergeMode.ON, GroupingRule(8, (), 0.05, False)
     )
-    merging_options = replace(WATCHED_OPTIONS, default_path="/v1/embeddings", merge_rules=(rule,))
+    merging_options = replace(
+        WATCHED_OPTIONS, default_path="/v1/embeddings", of_features=index_options(MergeOptions((rule,)))
+    )
 
     async def check(scene: Scene) -> None:
         update_listings(scene, a="day night")
@@ -296,6 +301,23 @@ def test_waiting_requests_return_when_models_are_no_longer_watched() -> None:
         assert (await read_results(scene))["n2"]["status_code"] == 404, "the status of the server"
 
     run_in_scene(check, gateway, WATCHED_OPTIONS)
+
+
+def test_request_that_is_looked_up_while_a_reload_begins_to_watch_models_is_sent() -> None:
+    gateway = ModelGateway("day")
+
+    async def check(scene: Scene) -> None:
+        async def check_cancelled(requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
+            scene.dispatcher.reconfigure(WATCHED_OPTIONS)
+            return [False] * len(requests)
+
+        scene.queue.check_cancelled = check_cancelled  # type: ignore[method-assign]
+        await submit_requests(scene, "day", "d1")
+        await asyncio.sleep(1)
+        assert gateway.sent == ["d1"]
+        assert not [each for each in scene.events if each[0] is Event.INTERNAL_ERROR]
+
+    run_in_scene(check, gateway, Options(RetryPolicy(base_s=10.0)))
 
 
 def test_new_terms_apply_to_waiting_requests() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from dispatcher.common.grouping import GroupingRule
 from dispatcher.features.all_features import AllFeatures
+from dispatcher.features.merging.options import MergeOptions
 from dispatcher.features.merging.rules import BatchRule, MergeMode
 from dispatcher.features.merging.shapes import SHAPES
 from dispatcher.features.models.availability import Listing, ModelTerms, WhenNotServed
@@ -27,7 +28,7 @@ from dispatcher.features.models.warm_up_runner import (
 from dispatcher.features.models.warmup import WarmupRequest
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal, Options
-from dispatcher.kernel.options import FamilyOptions, VersionOptions
+from dispatcher.kernel.options import FamilyOptions, VersionOptions, index_options
 from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.limit.budget import Reason
 from dispatcher.queue.contract import Permit, Release
@@ -130,7 +131,7 @@ def options(
             (FamilyOptions(family, read, is_required),), can_steer, warm_directly, timeout_s
         ),
         observe=observe,
-        merge_rules=merge_rules,
+        of_features=index_options(MergeOptions(merge_rules)),
     )
 
 

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.common.grouping import GroupingRule
+from dispatcher.features.merging.merger import RequestMerger
+from dispatcher.features.merging.options import MergeOptions
 from dispatcher.features.merging.rules import BatchRule, MergeMode
 from dispatcher.features.merging.shapes import SHAPES
 from dispatcher.features.models import warmup
@@ -28,6 +30,9 @@ from dispatcher.features.models.warmup import (
     parse_warmup,
     plan_calls,
 )
+from dispatcher.kernel.context import KernelContext
+from dispatcher.kernel.options import Options, index_options
+from dispatcher.requests.outcomes.outcome import RetryPolicy
 
 CHAT = "/v1/chat/completions"
 RULES = WarmupRules(CHAT)
@@ -175,7 +180,10 @@ def make_embedding(text: str = "a", items: int = 0, repeat: int = 1) -> WarmupRe
 
 
 def list_calls(*requests: WarmupRequest, rules: Any = (), **more: Any) -> list[WarmupCall]:
-    return list(plan_calls(requests, rules, "qwen-v2", **more))
+    nothing: Any = None
+    options = Options(RetryPolicy(), of_features=index_options(MergeOptions(rules)))
+    merger = RequestMerger(KernelContext(nothing, nothing, nothing, nothing, options))
+    return list(plan_calls(requests, (merger.join_copies,), "qwen-v2", **more))
 
 
 def test_each_request_is_repeated_with_the_name_of_the_version() -> None:

@@ -7,9 +7,10 @@ import asyncio
 import pytest
 
 from dispatcher.features.sequences.decisions import OverrideCounts, SequenceOverride, SequenceTerms
+from dispatcher.features.sequences.options import SequenceOptions
 from dispatcher.features.sequences.turns import Turn
 from dispatcher.kernel import Options
-from dispatcher.kernel.options import SequenceOptions
+from dispatcher.kernel.options import index_options
 from dispatcher.requests.outcomes.outcome import RetryPolicy
 from dispatcher.requests.request import encode_member
 from dispatcher.requests.submission import Submission
@@ -21,7 +22,9 @@ QUICK = SequenceOverride("quick", max_idle_s=5.0)
 
 
 def make_options(*overrides: SequenceOverride) -> Options:
-    return Options(RetryPolicy(), sequences=SequenceOptions(SequenceTerms(overrides=overrides)))
+    return Options(
+        RetryPolicy(), of_features=index_options(SequenceOptions(SequenceTerms(overrides=overrides)))
+    )
 
 
 def test_sequences_of_a_full_model_wait_and_others_run() -> None:

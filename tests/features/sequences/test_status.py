@@ -10,11 +10,12 @@ from dispatcher.features.sequences.decisions import (
     SequenceOverride,
     SequenceTerms,
 )
+from dispatcher.features.sequences.options import SequenceOptions
 from dispatcher.features.sequences.status import SequencesStatus, build_status
 from dispatcher.features.sequences.turn_checker import TurnChecker
 from dispatcher.features.sequences.upkeep import SequenceUpkeep
 from dispatcher.kernel import Options
-from dispatcher.kernel.options import SequenceOptions
+from dispatcher.kernel.options import index_options
 from dispatcher.limit.budget import Policy
 from dispatcher.limit.limiter import Limiter
 from dispatcher.requests.outcomes.outcome import RetryPolicy
@@ -28,7 +29,8 @@ OVERRIDES = (SequenceOverride("big-*", max_active=1), SequenceOverride("patient"
 def build_sequences_status(counts: SequenceCounts | None) -> FeatureStatus:
     terms = SequenceTerms(max_active=2, overrides=OVERRIDES)
     context = create_context(
-        Limiter(Policy(), []), options=Options(RetryPolicy(), sequences=SequenceOptions(terms))
+        Limiter(Policy(), []),
+        options=Options(RetryPolicy(), of_features=index_options(SequenceOptions(terms))),
     )
     queue_counts = None if counts is None else QueueCounts(9, 0, 0, 0, sequences=counts)
     return build_status(context, TurnChecker(context), 1.0, queue_counts)

@@ -9,19 +9,23 @@ from typing import Any
 import pytest
 
 from dispatcher.common.grouping import GroupingRule
+from dispatcher.features.merging.options import MergeOptions
 from dispatcher.features.merging.rules import BatchRule, MergeMode
 from dispatcher.features.merging.shapes import SHAPES
 from dispatcher.features.sequences.decisions import SequenceCounts, SequenceTerms
+from dispatcher.features.sequences.options import SequenceOptions
 from dispatcher.features.sequences.queue.steps import ClaimTurnsResult
+from dispatcher.features.sequences.turn_checker import TurnChecker
 from dispatcher.features.sequences.turns import CarryMode, OnError, Turn
 from dispatcher.kernel import Options
 from dispatcher.kernel.loop import FLUSH_DELAY_S
-from dispatcher.kernel.options import SequenceOptions
-from dispatcher.requests.headers import SESSION_TOKEN
+from dispatcher.kernel.options import index_options
+from dispatcher.requests.affinity import AffinityOptions
+from dispatcher.requests.headers import AFFINITY_TOKEN
 from dispatcher.requests.outcomes.outcome import Delivered, Failed, Outcome, RetryPolicy
 from dispatcher.requests.request import Request
 from dispatcher.requests.submission import QueueUnavailableError
-from tests.kernel.scene import Scene, run_in_scene
+from tests.kernel.scene import Scene, find_part, run_in_scene
 from tests.kernel.sequence_scene import SequenceGateway, build_turns, read_results, submit_turns
 
 RETRY = RetryPolicy(base_s=0.1, max_s=1.0, max_attempts=3)
@@ -36,8 +40,9 @@ def list_sequence_events(scene: Scene) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-def options(token_header: str = SESSION_TOKEN, **settings: Any) -> Options:
-    return Options(RETRY, token_header=token_header, sequences=SequenceOptions(**settings))
+def options(token_header: str = AFFINITY_TOKEN, id_header: str = "x-session-id", **settings: Any) -> Options:
+    affinity = AffinityOptions(token_header, id_header)
+    return Options(RETRY, of_features=index_options(affinity, SequenceOptions(**settings)))
 
 
 def test_turns_are_sent_in_order_and_one_at_a_time() -> None:
@@ -187,7 +192,7 @@ def test_request_rejected_by_a_full_sequence_gets_an_error_and_the_order_is_kept
         rejected_ids = {name for name, each in results.items() if each.get("error_code") == "SEQUENCE_FULL"}
         assert len(rejected_ids) == 3
         assert gateway.sent == [f"a-{n}" for n in range(6) if f"a-{n}" not in rejected_ids]
-        assert scene.dispatcher.features.turn_checker.turn_counts["rejected"] == 3
+        assert find_part(scene.dispatcher, TurnChecker).turn_counts["rejected"] == 3
 
     run_in_scene(check, gateway, options(terms=SequenceTerms(max_waiting=2, gap_s=0.2)))
 
@@ -226,7 +231,7 @@ def test_requests_of_sequences_are_not_merged_unless_the_rule_says_so() -> None:
     rule = BatchRule(
         ("/v1/embeddings",), SHAPES["embeddings"], MergeMode.ON, GroupingRule(max_size=8, max_delay_s=0.02)
     )
-    merging = Options(RETRY, default_path="/v1/embeddings", merge_rules=(rule,))
+    merging = Options(RETRY, default_path="/v1/embeddings", of_features=index_options(MergeOptions((rule,))))
 
     async def check(scene: Scene) -> None:
         turns = [("a-0", Turn("a", 0)), ("b-0", Turn("b", 0))]
@@ -259,7 +264,7 @@ def test_session_token_of_an_answer_is_sent_with_the_next_turns() -> None:
         await asyncio.sleep(2)
         assert get_session_headers(gateway.requests[-2])["x-session-token"] == "pod-1"
         assert get_session_headers(gateway.requests[-1])["x-session-token"] == "pod-2"
-        assert scene.dispatcher.features.turn_checker.server_counts == {"same": 3, "other": 1, "none": 0}
+        assert find_part(scene.dispatcher, TurnChecker).server_counts == {"same": 3, "other": 1, "none": 0}
         await submit_turns(scene, [("a-5", Turn("a", reset=True))])
         await asyncio.sleep(2)
         assert get_session_headers(gateway.requests[-1]) == {"x-session-id": "a"}

@@ -25,7 +25,7 @@ def test_section_is_found_by_its_class() -> None:
 def test_mode_decides_whether_slices_are_sent_and_their_cost_is_judged(
     mode: str, is_on: bool, judges_cost: bool
 ) -> None:
-    options = build_options(parse_slicing(mode=mode))
+    (options,) = build_options(parse_slicing(mode=mode))
     assert (options.is_on, options.judges_cost) == (is_on, judges_cost)
 
 
@@ -36,16 +36,16 @@ def test_mode_decides_whether_slices_are_sent_and_their_cost_is_judged(
 def test_slices_are_revoked_by_default_if_they_keep_what_they_have(
     revoke: str, stream: bool, revokes: bool
 ) -> None:
-    options = build_options(parse_slicing(revoke=revoke, stream=stream))
+    (options,) = build_options(parse_slicing(revoke=revoke, stream=stream))
     assert (options.revokes, options.is_streamed) == (revokes, stream)
 
 
 def test_shortest_sliced_request_has_the_tokens_of_two_slices() -> None:
-    options = build_options(parse_slicing(tokens=100))
+    (options,) = build_options(parse_slicing(tokens=100))
     assert (options.terms.slice_tokens, options.terms.min_tokens) == (100, 200)
-    assert build_options(parse_slicing(tokens=100, min_tokens=150)).terms.min_tokens == 150
+    assert build_options(parse_slicing(tokens=100, min_tokens=150))[0].terms.min_tokens == 150
     assert not options.measures_size
-    assert build_options(parse_slicing()).measures_size
+    assert build_options(parse_slicing())[0].measures_size
 
 
 def test_options_without_settings_are_off() -> None:

@@ -13,7 +13,14 @@ from typing import Any
 import aiohttp
 import pytest
 
-from dispatcher.features.merging.shapes import SHAPES, find_difference, parse_item_cap, parse_token_cap
+from dispatcher.features.merging.shapes import (
+    SHAPES,
+    Unfit,
+    find_difference,
+    parse_item_cap,
+    parse_token_cap,
+    split_answer,
+)
 from dispatcher.lab.simulation import virtual_loop
 from dispatcher.lab.standin.lists import ListConfig, ListServer, ListService, StatusAndBody
 from tests.list_calls import PATHS, encode_body, parse_valid_part
@@ -170,6 +177,21 @@ def test_configured_number_of_answers_lacks_an_item() -> None:
         for _, body in answer_calls(server, *[make_embedding_body("a", "b")] * 2)
     ]
     assert sorted(counts) == [1, 2]
+
+
+@pytest.mark.parametrize("data", [[1, 2, 3, 4, 5, 6], [[1, 2], [3, 4], [5, 6]]], ids=["flat", "nested"])
+def test_tensors_that_lack_an_item_have_a_row_less(data: list[Any]) -> None:
+    """A server leaves out no whole tensor, which the answer to a merged call could not show."""
+    server = ListServer(ListConfig(missing=1))
+    (tensor,) = BODIES["kserve"]["inputs"]
+    body = encode_body({"inputs": [{**tensor, "data": data}]})
+    (_, lacking), (_, whole) = answer_calls(server, body, body, path=PATHS["kserve"])
+    row = parse_valid_part("kserve", {"inputs": [{**tensor, "shape": [1, 2], "data": [1, 2]}]})
+    assert isinstance(split_answer([row] * 3, lacking), Unfit)
+    for output, expected in zip(json.loads(lacking)["outputs"], json.loads(whole)["outputs"], strict=True):
+        assert output["shape"] == [2, *expected["shape"][1:]]
+        assert len(output["data"]) == len(expected["data"]) / 3 * 2
+        assert output["data"] == expected["data"][: len(output["data"])]
 
 
 def test_configured_number_of_calls_fails() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dispatcher.features.sequences.decisions import SequenceOverride, SequenceTerms
+from dispatcher.features.sequences.settings import SequenceSettings
 from dispatcher.features.sequences.turns import CarryMode, OnError
 from dispatcher.settings.load import parse_settings
 from dispatcher.settings.model import Settings
@@ -15,9 +16,12 @@ MINIMAL = "gateway: {url: http://gw}\n"
 def test_defaults_equal_those_of_the_core() -> None:
     found = parse_settings(MINIMAL, {})
     assert isinstance(found, Settings)
-    assert found.sequences.build_terms() == SequenceTerms()
-    assert found.sequences.default_carry() is CarryMode.OFF
-    assert (found.sequences.header, found.sequences.session_id_header) == ("x-session-token", "x-session-id")
+    assert found.get_section(SequenceSettings).build_terms() == SequenceTerms()
+    assert CarryMode(found.get_section(SequenceSettings).carry) is CarryMode.OFF
+    assert (
+        found.get_section(SequenceSettings).header,
+        found.get_section(SequenceSettings).session_id_header,
+    ) == ("x-session-token", "x-session-id")
 
 
 def test_all_keys_are_applied() -> None:
@@ -27,15 +31,17 @@ def test_all_keys_are_applied() -> None:
     )
     found = parse_settings(MINIMAL + text, {})
     assert isinstance(found, Settings)
-    assert found.sequences.build_terms() == SequenceTerms(5, 50, 7, 3, OnError.HOLD, refuse_after_end=True)
-    assert found.sequences.default_carry() is CarryMode.MESSAGES
+    assert found.get_section(SequenceSettings).build_terms() == SequenceTerms(
+        5, 50, 7, 3, OnError.HOLD, refuse_after_end=True
+    )
+    assert CarryMode(found.get_section(SequenceSettings).carry) is CarryMode.MESSAGES
 
 
 def test_overrides_for_models_keep_their_order() -> None:
     text = "sequences: {models: [{match: big-*, max_active: 2}, {match: '*', max_idle_s: 30}]}"
     found = parse_settings(MINIMAL + text, {})
     assert isinstance(found, Settings)
-    assert found.sequences.build_terms().overrides == (
+    assert found.get_section(SequenceSettings).build_terms().overrides == (
         SequenceOverride("big-*", None, 2),
         SequenceOverride("*", 30, None),
     )

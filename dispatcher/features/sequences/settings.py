@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from dispatcher.features.sequences.decisions import SequenceOverride, SequenceTerms
+from dispatcher.features.sequences.options import SequenceOptions
 from dispatcher.features.sequences.turns import CarryMode, OnError
-from dispatcher.requests.headers import SESSION_TOKEN, normalize_name
+from dispatcher.requests.affinity import AffinityOptions
+from dispatcher.requests.headers import AFFINITY_TOKEN, normalize_name
 from dispatcher.settings.models import ModelName
 from dispatcher.settings.section import Section
 from dispatcher.settings.values import Text, check_own_header, setting_error
+
+if TYPE_CHECKING:
+    from dispatcher.settings.model import Settings
 
 MAX_OVERRIDES = 20
 """Largest number of overrides. Each may cost the scripts of the queue one read."""
@@ -81,7 +87,7 @@ class SequenceSettings(Section):
         "anew. `refuse`: they fail with SEQUENCE_ENDED as long as the end is remembered.",
     )
     header: Text = Field(
-        SESSION_TOKEN,
+        AFFINITY_TOKEN,
         description="Header of an answer that is sent with the next request of the sequence, so that it "
         "reaches the same server. The session affinity of the endpoint picker reads and writes it. If empty, "
         "no such header is sent.",
@@ -134,9 +140,8 @@ class SequenceSettings(Section):
         return name
 
     @property
-    def session_headers(self) -> tuple[str, str]:
-        """Headers that name a sequence or its server. A producer must not set them."""
-        return self.header, self.session_id_header
+    def session_headers(self) -> Mapping[str, str]:
+        return {"header": self.header, "session_id_header": self.session_id_header}
 
     def build_terms(self) -> SequenceTerms:
         """Return the settings as the queue uses them."""
@@ -152,6 +157,15 @@ class SequenceSettings(Section):
             ),
         )
 
-    def default_carry(self) -> CarryMode:
-        """Return the value of `carry` for requests that do not set it."""
-        return CarryMode(self.carry)
+
+PLACE = 2
+SECTIONS: dict[str, type[Section]] = {"sequences": SequenceSettings}
+
+
+def build_options(settings: Settings) -> tuple[object, ...]:
+    """Return the options that the loop takes from the settings."""
+    sequences = settings.get_section(SequenceSettings)
+    return (
+        SequenceOptions(sequences.build_terms(), CarryMode(sequences.carry), sequences.max_carry_bytes),
+        AffinityOptions(sequences.header, sequences.session_id_header),
+    )

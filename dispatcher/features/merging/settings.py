@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from dispatcher.common.grouping import GroupingRule
+from dispatcher.features.merging.options import MergeOptions
 from dispatcher.features.merging.rules import BatchRule, MergeMode
 from dispatcher.features.merging.shapes import SHAPES, find_shape
-from dispatcher.requests.queue_timeouts import RuleTimeout, TimeoutAction
+from dispatcher.requests.queue_timeouts import RuleTimeout, TimeoutAction, TimeoutOptions
 from dispatcher.settings.section import Section
 from dispatcher.settings.values import AutoNumber, UrlPath, setting_error
+
+if TYPE_CHECKING:
+    from dispatcher.settings.model import Settings
 
 ShapeName = Literal["embeddings", "tensorflow", "kserve", "rerank", "tei_rerank", "score", "embed", "predict"]
 
@@ -174,3 +178,13 @@ class BatchingSettings(Section):
             for number, rule in enumerate(self.rules)
         ]
         return tuple(timeouts) if any(each.timeout_s is not None for each in timeouts) else ()
+
+
+PLACE = 1
+SECTIONS: dict[str, type[Section]] = {"batching": BatchingSettings}
+
+
+def build_options(settings: Settings) -> tuple[object, ...]:
+    """Return the options that the loop takes from the settings."""
+    batching = settings.get_section(BatchingSettings)
+    return MergeOptions(batching.active_rules()), TimeoutOptions(batching.build_timeouts())

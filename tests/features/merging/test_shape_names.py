@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import get_args
 
+from dispatcher.features.merging.settings import ShapeName
 from dispatcher.features.merging.shapes.table import SHAPES
-from dispatcher.settings.batching import ShapeName
 
 
 def test_setting_accepts_every_shape_and_no_other() -> None:
