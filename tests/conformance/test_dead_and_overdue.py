@@ -76,6 +76,7 @@ async def test_dead_letter_after_a_failed_attempt_counts_the_attempt(world: Worl
     assert found.attempts == 2
 
 
+@pytest.mark.server
 async def test_request_without_a_readable_id_becomes_dead_without_a_result(world: World) -> None:
     await world.zadd(1, b"\xffrubbish")
     owner = world.owner()
@@ -133,6 +134,7 @@ async def test_newest_dead_requests_are_listed_first(world: World) -> None:
     assert len(await world.queue_admin.list_newest_dead(9)) == 5
 
 
+@pytest.mark.server
 async def test_requeued_request_is_a_new_request_with_a_new_deadline_and_the_old_priority(
     world: World,
 ) -> None:
@@ -150,6 +152,7 @@ async def test_requeued_request_is_a_new_request_with_a_new_deadline_and_the_old
     assert again.entry_id != lease.entry_id
 
 
+@pytest.mark.server
 async def test_unreadable_dead_request_cannot_be_requeued(world: World) -> None:
     await world.zadd(1, b"rubbish")
     owner = world.owner()
@@ -159,6 +162,7 @@ async def test_unreadable_dead_request_cannot_be_requeued(world: World) -> None:
     assert (await owner.count_requests()).dead == 1
 
 
+@pytest.mark.server
 async def test_purged_dead_requests_are_deleted(world: World) -> None:
     for number in range(4):
         await world.zadd(number, member(f"r-{number}"))

@@ -325,6 +325,7 @@ async def test_dead_request_keeps_its_progress_when_it_is_accepted_again(world: 
     assert await queue.settle([answer(new)]) == DONE
 
 
+@pytest.mark.server
 @pytest.mark.parametrize("end", ["settle", "purge", "expire", "requeue"])
 async def test_progress_is_deleted_with_its_request(world: World, end: str) -> None:
     queue = world.owner()

@@ -750,6 +750,7 @@ async def test_failure_ends_later_requests_with_its_cause(world: World) -> None:
     assert sorted(await read_codes(world)) == ["late-0", "r-0", "r-1", "r-2"]
 
 
+@pytest.mark.server
 async def test_dead_letter_ends_a_turn(world: World) -> None:
     queue = world.owner()
     await submit_turns(world, "r", {"index": 0, "on_error": "continue"}, 1)

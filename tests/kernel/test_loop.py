@@ -262,7 +262,7 @@ def test_completions_of_one_kind_are_flushed_in_one_call() -> None:
         await scene.submit("r-1", "r-2", "r-3", "r-4")
         await asyncio.sleep(0.5)
         assert calls[:3] == [("settle", 2), ("release", 2), ("move_to_dead_letters", 1)]
-        assert len(await scene.store.list_dead(9)) == 1
+        assert len(scene.store.queue.dead) == 1
 
     run_in_scene(check, PartlyRefusingGateway())
 

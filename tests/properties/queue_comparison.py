@@ -31,6 +31,7 @@ from dispatcher.lab.memory_queue.entries import Location
 from dispatcher.queue.contract import ClaimResult, Lease, LeaseCounts, Permit, RenewResult, SharedState
 from dispatcher.queue.keys import QueueNames
 from dispatcher.requests.lanes import Lane
+from tests.properties import queue_oracle
 from tests.queue.factories import OwnerAndAdmin, parse_entry_id, parse_lease_units
 from tests.queue.key_checks import assert_only_known_keys
 from tests.queue.servers import Server, server
@@ -162,9 +163,7 @@ class QueueComparison(RuleBasedStateMachine):
         self.connections.raw.flushall()
         self.began_at = time.time()
         # On one machine, Redis TIME and time.time() are the same clock.
-        self.store = MemoryStore(
-            time.time, lease_s=LEASE_S, name=NAMES.queue, result_list=NAMES.result_list, dead_max=DEAD_MAX
-        )
+        self.store = MemoryStore(time.time, lease_s=LEASE_S, name=NAMES.queue, result_list=NAMES.result_list)
         self.dead_owner_detector = KnownEndedOwners()
         self.real: list[OwnerAndAdmin] = []
         self.twin: list[MemoryQueue] = []
@@ -187,7 +186,7 @@ class QueueComparison(RuleBasedStateMachine):
         self.ended_leases: list[LeasePair] = []
         self.nonces: list[tuple[str, bool]] = [("", False)] * OWNERS
         self.written_results: Counter[tuple[str, bytes]] = Counter()
-        self.accepted_count = self.finished_count = self.serial_number = 0
+        self.accepted_count = self.finished_count = self.dropped_dead_count = self.serial_number = 0
         self.used_moments: set[int] = set()
         self.last_moment = 0
         self.time_error_s = 0.3
@@ -211,7 +210,9 @@ class QueueComparison(RuleBasedStateMachine):
             lose_reply and not self.connections.clients[owner].lose_next_reply
         )
         self.connections.clients[owner].lose_next_reply = False
-        return real, loop.run_until_complete(step(self.twin[owner], 1))
+        twin = loop.run_until_complete(step(self.twin[owner], 1))
+        self.dropped_dead_count += queue_oracle.drop_oldest_dead(self.store.queue, DEAD_MAX)
+        return real, twin
 
     def get_owner_time(self, owner: int, moment: int) -> float:
         """Return a moment by the owner's clock. Moments differ by more than any error of measurement."""
@@ -301,8 +302,8 @@ class QueueComparison(RuleBasedStateMachine):
         }
         pending = dict(state[""])
         assert pending == {member: entry.score for member, entry in self.store.queue.pending.items()}
-        dropped = self.store.queue.dropped_dead_count
-        assert self.accepted_count == self.finished_count + dropped + len(locations) + len(pending)
+        ended_count = self.finished_count + self.dropped_dead_count
+        assert self.accepted_count == ended_count + len(locations) + len(pending)
 
     def find_redis_locations(self, state: dict[str, Any]) -> dict[int, tuple[str, bytes, float]]:
         """Return where each claimed request is stored in Redis. Fail if one is stored twice, or nowhere."""

@@ -33,6 +33,7 @@ from dispatcher.queue.contract import ClaimResult, DeadLetter, Overload, Permit,
 from dispatcher.requests.lanes import Lane, rank_in_queue
 from dispatcher.requests.result import encode_answer
 from dispatcher.requests.submission import Submission
+from tests.properties import queue_oracle
 from tests.properties.queue_comparison import (
     LEASE_S,
     NAMES,
@@ -680,13 +681,22 @@ class QueueModel(QueueComparison):
         pending = self.store.queue.count_requests().pending
         if purge:
             real, twin = self.run_on_both(
-                owner, lambda queue, which: (queue, self.store)[which].purge_dead(entries), lose_reply
+                owner,
+                lambda queue, which: (
+                    queue_oracle.purge_dead(self.store.queue, entries) if which else queue.purge_dead(entries)
+                ),
+                lose_reply,
             )
         else:
             dead_entries = [found[0] for entry in entries if (found := self.store.queue.dead.get(entry))]
             self.event_counts["requeued with progress"] += sum(one.progress != b"" for one in dead_entries)
             real, twin = self.run_on_both(
-                owner, lambda queue, which: (queue, self.store)[which].requeue_dead(entries, 4 * 10**9)
+                owner,
+                lambda queue, which: (
+                    queue_oracle.requeue_dead(self.store.queue, entries, 4 * 10**9)
+                    if which
+                    else queue.requeue_dead(entries, 4 * 10**9)
+                ),
             )
         assert real == twin or (lose_reply and purge)
         assert self.store.queue.count_requests().dead == dead - twin

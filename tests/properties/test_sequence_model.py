@@ -34,6 +34,7 @@ from dispatcher.features.sequences.turns import OnError, SequenceSnapshot, Seque
 from dispatcher.queue.contract import DeadLetter, Release, Settlement
 from dispatcher.requests.model_names import parse_model
 from dispatcher.requests.request import Request, parse_member
+from tests.properties import queue_oracle
 from tests.properties.queue_comparison import (
     NAMES,
     OWNERS,
@@ -578,9 +579,13 @@ class SequenceModel(QueueComparison):
     @precondition(lambda self: self.store.queue.dead)
     @rule(owner=owners)
     def purge(self, owner: int) -> None:
-        dead = len(self.store.queue.dead)
-        self.run_on_both(owner, lambda queue, at: (queue, self.store)[at].purge_dead())
-        self.finished_count += dead
+        dead = list(self.store.queue.dead)
+        real, twin = self.run_on_both(
+            owner,
+            lambda queue, at: queue_oracle.purge_dead(self.store.queue, dead) if at else queue.purge_dead(),
+        )
+        assert real == twin == len(dead)
+        self.finished_count += len(dead)
 
     def check_state(self, state: dict[str, Any]) -> None:
         super().check_state(state)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
-from dispatcher.lab.memory_queue.entries import Entry, Location
+from dispatcher.lab.memory_queue.entries import Location
 from dispatcher.lab.memory_queue.state import QueueState
-from dispatcher.queue.admin_contract import DeadRequest
 from dispatcher.queue.constants import CANCEL_TTL_S
-from dispatcher.queue.requeue import build_resubmission
 from dispatcher.requests.submission import QueueFullError, Submission
 
 
@@ -50,40 +47,3 @@ def cancel_request(
     if asked:
         pool.wake_dispatchers()
     return bool(asked)
-
-
-def list_dead(queue: QueueState, max_count: int) -> list[DeadRequest]:
-    return [_to_dead_request(*queue.dead[each]) for each in heapq.nsmallest(max_count, queue.dead)]
-
-
-def purge_dead(queue: QueueState, entry_ids: Sequence[int] | None) -> int:
-    purged = [entry for entry in (queue.dead if entry_ids is None else entry_ids) if entry in queue.dead]
-    for entry in purged:
-        queue.remove_entry(queue.dead[entry][0])
-    return len(purged)
-
-
-def requeue_dead(queue: QueueState, entry_id: int, deadline: int) -> int:
-    if entry_id not in queue.dead:
-        return 0
-    entry = queue.dead[entry_id][0]
-    resubmission = build_resubmission(queue.names, entry.member, entry.score, deadline)
-    if resubmission is None:
-        return 0
-    queue.remove_entry(entry)
-    if not entry.progress:
-        submit(queue, [resubmission])
-        return 1
-    # It enters the queue as a new entry, because a pending request has no place for progress.
-    started = Entry(resubmission.member, resubmission.score)
-    started.id, started.progress = queue.pool.next_entry_id(), entry.progress
-    queue.entries[started.id] = started
-    queue.move_entry(started, Location.RETURNED)
-    _mark_active(queue, resubmission, queue.pool.unix_now())
-    queue.pool.wake_dispatchers()
-    return 1
-
-
-def _to_dead_request(entry: Entry, reason: str, died_at: float) -> DeadRequest:
-    counts = entry.deliveries, entry.failed_attempts, entry.refusals, entry.deaths_as_suspect
-    return DeadRequest(entry.id, entry.member, entry.score, reason, died_at, *counts)

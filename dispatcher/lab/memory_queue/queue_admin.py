@@ -12,7 +12,6 @@ from dispatcher.lab.memory_queue import admin_steps as steps
 from dispatcher.lab.memory_queue import sequences
 from dispatcher.lab.memory_queue.state import PoolState, QueueState
 from dispatcher.lab.memory_queue.steps import count_waiting_by_model
-from dispatcher.queue.admin_contract import DeadRequest
 from dispatcher.queue.constants import CANCEL_TTL_S
 from dispatcher.queue.keys import QueueNames
 from dispatcher.requests.queue_counts import QueueCounts
@@ -37,12 +36,11 @@ class MemoryStore:
         name: str = "batch:{pool}:requests",
         result_list: str = "batch:{pool}:results",
         allowed_lists: tuple[str, ...] | None = None,
-        dead_max: int = 100_000,
         max_payload_bytes: int = 16 << 20,
     ) -> None:
         self.pool = PoolState(clock, unix_origin=unix_origin, lease_s=lease_s)
         names = QueueNames(name, result_list, allowed_lists)
-        self.queue = QueueState(self.pool, names, dead_max=dead_max, max_payload_bytes=max_payload_bytes)
+        self.queue = QueueState(self.pool, names, max_payload_bytes=max_payload_bytes)
         self.default_result_list = result_list
         self.result_lists = self.pool.result_lists
 
@@ -148,15 +146,3 @@ class MemoryStore:
     async def undrain_version(self, model: str) -> bool:
         self.pool.check_available()
         return self.pool.model_registry.undrain_version(model)
-
-    async def list_dead(self, max_count: int) -> Sequence[DeadRequest]:
-        self.pool.check_available()
-        return steps.list_dead(self.queue, max_count)
-
-    async def requeue_dead(self, entry_ids: Sequence[int], deadline: int) -> int:
-        self.pool.check_available()
-        return sum(steps.requeue_dead(self.queue, entry, deadline) for entry in entry_ids)
-
-    async def purge_dead(self, entry_ids: Sequence[int] | None = None) -> int:
-        self.pool.check_available()
-        return steps.purge_dead(self.queue, entry_ids)

@@ -61,11 +61,7 @@ def _settle_lease(
     else:
         queue.move_entry(grant.entry, Location.DEAD)
         grant.entry.failed_attempts += dead_letter.is_failed_attempt
-        queue.dead[grant.entry.id] = (grant.entry, dead_letter.reason, pool.unix_now())
-        # A dict keeps the order of insertion, so its first entry died first.
-        while len(queue.dead) > queue.dead_max:
-            queue.remove_entry(next(iter(queue.dead.values()))[0])
-            queue.dropped_dead_count += 1
+        queue.dead[grant.entry.id] = (grant.entry, dead_letter.reason)
     return status
 
 

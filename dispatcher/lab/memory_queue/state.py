@@ -148,18 +148,16 @@ class PoolState:
 class QueueState:
     """State of one queue: pending, returned, delayed and dead requests, and the markers of all of them."""
 
-    def __init__(self, pool: PoolState, names: QueueNames, *, dead_max: int, max_payload_bytes: int) -> None:
+    def __init__(self, pool: PoolState, names: QueueNames, *, max_payload_bytes: int) -> None:
         self.pool = pool
         self.names = names
-        self.dead_max = dead_max
         self.max_member_bytes = max_payload_bytes + MAX_ENVELOPE_BYTES
         self.max_pending = 0
         """`queue.max_pending` as the newest sweep set it. 0 for no limit."""
-        self.dropped_dead_count = 0
-        """Number of dead requests that were dropped because there were more than `dead_max`."""
         self.pending: dict[bytes, Entry] = {}
         self.entries: dict[int, Entry] = {}
-        self.dead: dict[int, tuple[Entry, str, float]] = {}
+        self.dead: dict[int, tuple[Entry, str]] = {}
+        """Dead requests with their reasons, by entry. The first one died first."""
         self.count_by_location = dict.fromkeys(Location, 0)
         self.waiting_by_lane: dict[Lane | None, EntryHeap] = {lane: EntryHeap() for lane in (None, *Lane)}
         """Waiting entries by lane. `None` for those in no lane."""
