@@ -89,6 +89,7 @@ async def test_request_without_a_readable_id_becomes_dead_without_a_result(world
     assert dead.member == b"\xffrubbish"
 
 
+@pytest.mark.server
 async def test_member_that_is_too_long_is_leased_cut_to_its_beginning(world: World) -> None:
     """The search for overdue requests skips it as well."""
     too_long = member("r-1", deadline=NOW - 5, payload={"prompt": "x" * (17 << 20)})

@@ -360,6 +360,7 @@ async def test_repeated_claim_returns_the_same_progress(world: World) -> None:
     assert list(second.leases) == list(first.leases)
 
 
+@pytest.mark.server
 async def test_claim_stops_before_a_megabyte_of_members_and_progress(world: World) -> None:
     queue = world.owner()
     for number in range(3):
@@ -368,6 +369,7 @@ async def test_claim_stops_before_a_megabyte_of_members_and_progress(world: Worl
     assert [lease.progress[:1] for lease in await claim(queue)] == [b"2"]
 
 
+@pytest.mark.server
 @pytest.mark.parametrize(
     ("payload_bytes", "progress_bytes"), [(10, 3 << 20), (700_000, 700_000), (2 << 20, 5)]
 )

@@ -244,6 +244,7 @@ async def test_request_without_an_active_marker_is_cancelled_by_its_token(world:
     assert await world.owner().check_cancelled(asked) == [True, False, False]
 
 
+@pytest.mark.server
 async def test_claim_stops_before_a_megabyte_of_members(world: World) -> None:
     sizes = [600_000, 500_000, 100, 2_000_000, 100]
     for number, size in enumerate(sizes):
@@ -275,6 +276,7 @@ def submissions(count: int, first: int = 0) -> list[Submission]:
     return [Submission(member(f"s-{at}"), NOW + 60_000) for at in range(first, first + count)]
 
 
+@pytest.mark.server
 async def test_submission_beyond_max_pending_is_rejected_as_a_whole(world: World) -> None:
     owner = world.owner(max_pending=5)
     assert await world.queue_admin.submit(submissions(6)) == 6, "no dispatcher has stored a limit"
@@ -291,6 +293,7 @@ async def test_submission_beyond_max_pending_is_rejected_as_a_whole(world: World
         await world.queue_admin.submit(submissions(1, 8))
 
 
+@pytest.mark.server
 async def test_zadd_is_not_limited_by_max_pending(world: World) -> None:
     owner = world.owner(max_pending=1)
     await owner.sweep()
@@ -300,6 +303,7 @@ async def test_zadd_is_not_limited_by_max_pending(world: World) -> None:
     assert await world.queue_admin.submit(submissions(1)) == 1
 
 
+@pytest.mark.server
 async def test_max_pending_follows_the_setting(world: World) -> None:
     await world.owner("a", max_pending=1).sweep()
     with pytest.raises(QueueFullError):

@@ -387,6 +387,7 @@ async def test_copied_request_looks_for_its_model_again(world: World) -> None:
     )
 
 
+@pytest.mark.server
 async def test_counts_of_very_many_models_are_returned_in_turns(world: World) -> None:
     queue = world.owner()
     names = [f"m-{number:04}" for number in range(1200)]

@@ -238,20 +238,10 @@ class MemoryWorld(World):
         name: str = "owner-1",
         *,
         timeout_s: float = OWNER_TIMEOUT_S,
-        dead_owner_detector: DeadOwnerDetector | None = None,
-        max_pending: int = 0,
-        poll_s: float = 0.2,
+        **options: Any,
     ) -> MemoryQueue:
         clock = asyncio.get_running_loop().time
-        return MemoryQueue(
-            self.store,
-            name,
-            clock=clock,
-            owner_timeout_s=timeout_s,
-            dead_owner_detector=dead_owner_detector,
-            max_pending=max_pending,
-            poll_s=poll_s,
-        )
+        return MemoryQueue(self.store, name, clock=clock, owner_timeout_s=timeout_s, **options)
 
     async def zadd(self, score: float, member: bytes) -> None:
         self.store.add_member(member, score)

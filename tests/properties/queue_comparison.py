@@ -28,7 +28,15 @@ from redis.backoff import NoBackoff
 from dispatcher.features.models.queue.calls import ModelAdminCalls
 from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
 from dispatcher.lab.memory_queue.entries import Location
-from dispatcher.queue.contract import ClaimResult, Lease, LeaseCounts, Permit, RenewResult, SharedState
+from dispatcher.queue.contract import (
+    ClaimResult,
+    Lease,
+    LeaseCounts,
+    Permit,
+    RenewResult,
+    SharedState,
+    SweepSummary,
+)
 from dispatcher.queue.keys import QueueNames
 from dispatcher.requests.lanes import Lane
 from tests.properties import queue_oracle
@@ -172,13 +180,17 @@ class QueueComparison(RuleBasedStateMachine):
         ):
             client.lose_next_reply = False
             name = f"owner-{number}"
-            presence: dict[str, Any] = {
-                "owner_timeout_s": OWNER_TIMEOUT_S,
-                "dead_owner_detector": self.dead_owner_detector,
-            }
-            queue = OwnerAndAdmin(client, NAMES, name, lease_s=LEASE_S, dead_max=DEAD_MAX, **presence)
+            queue = OwnerAndAdmin(
+                client,
+                NAMES,
+                name,
+                lease_s=LEASE_S,
+                dead_max=DEAD_MAX,
+                owner_timeout_s=OWNER_TIMEOUT_S,
+                dead_owner_detector=self.dead_owner_detector,
+            )
             self.real.append(queue)
-            self.twin.append(MemoryQueue(self.store, name, clock=loop.time, **presence))
+            self.twin.append(MemoryQueue(self.store, name, clock=loop.time, owner_timeout_s=OWNER_TIMEOUT_S))
             for _ in range(3):  # measures the clock of the server precisely
                 loop.run_until_complete(queue.renew([]))
             loop.run_until_complete(self.twin[number].renew([]))
@@ -213,6 +225,14 @@ class QueueComparison(RuleBasedStateMachine):
         twin = loop.run_until_complete(step(self.twin[owner], 1))
         self.dropped_dead_count += queue_oracle.drop_oldest_dead(self.store.queue, DEAD_MAX)
         return real, twin
+
+    def sweep_both(self, owner: int, lose_reply: bool = False) -> tuple[SweepSummary, SweepSummary]:
+        ended = self.dead_owner_detector.owners
+        return self.run_on_both(
+            owner,
+            lambda queue, which: queue_oracle.sweep(queue, ended) if which else queue.sweep(),
+            lose_reply,
+        )
 
     def get_owner_time(self, owner: int, moment: int) -> float:
         """Return a moment by the owner's clock. Moments differ by more than any error of measurement."""

@@ -3,10 +3,14 @@ The model tests compare the scripts with them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
+from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.lab.memory_queue.entries import Entry, Location
 from dispatcher.lab.memory_queue.state import QueueState
+from dispatcher.lab.memory_queue.sweep import reclaim_from_owners
+from dispatcher.queue.contract import SweepSummary
 from dispatcher.queue.requeue import build_resubmission
 
 
@@ -44,3 +48,12 @@ async def requeue_dead(queue: QueueState, entry_ids: Sequence[int], deadline: in
             queue.add_member(again.member, again.score)
         queue.active_tokens.setdefault(again.request_id, {})[again.request_token] = again.deadline
     return requeued_count
+
+
+async def sweep(owner: MemoryQueue, ended_owners: Collection[str]) -> SweepSummary:
+    """Sweep, then reclaim the leases of other owners that are proven to have ended. They are not orphaned,
+    because none of their requests runs any more."""
+    summary, pool = await owner.sweep(), owner.store.pool
+    ended = [name for name in ended_owners if name != owner.owner and pool.units_by_owner[name]]
+    reclaimed_count = summary.reclaimed_count + reclaim_from_owners(owner.store.queue, ended)
+    return replace(summary, reclaimed_count=reclaimed_count, lost_units=pool.lost_units)

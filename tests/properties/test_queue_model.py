@@ -592,7 +592,7 @@ class QueueModel(QueueComparison):
             self._move_control(field, seconds)
         permit, overload = self.store.pool.shared_permit, self.store.pool.overload
         self.renew(owner, False)
-        real, twin = self.run_on_both(owner, lambda queue, _: queue.sweep())
+        real, twin = self.sweep_both(owner)
         assert (real.reclaimed_count, real.due_count, real.lost_units) == (
             twin.reclaimed_count,
             twin.due_count,
@@ -618,7 +618,7 @@ class QueueModel(QueueComparison):
             ticks = dict.fromkeys(TICK_FIELDS, f"{time.time() - self.swept_ago_s:.6f}")
             self.connections.raw.hset(f"{NAMES.queue_prefix}:control", mapping=ticks)
         self.swept_ago_s = 0.0
-        real, twin = self.run_on_both(owner, lambda queue, _: queue.sweep())
+        real, twin = self.sweep_both(owner)
         assert (real.reclaimed_count, real.due_count, real.lost_units) == (
             twin.reclaimed_count,
             twin.due_count,

@@ -456,7 +456,7 @@ class SequenceModel(QueueComparison):
 
     @rule(owner=owners)
     def sweep(self, owner: int) -> None:
-        real, twin = self.run_on_both(owner, lambda queue, _: queue.sweep())
+        real, twin = self.sweep_both(owner)
         assert (real.reclaimed_count, real.due_count, real.freed_count) == (
             twin.reclaimed_count,
             twin.due_count,

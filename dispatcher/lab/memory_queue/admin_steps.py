@@ -4,30 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dispatcher.lab.memory_queue.entries import Location
 from dispatcher.lab.memory_queue.state import QueueState
 from dispatcher.queue.constants import CANCEL_TTL_S
-from dispatcher.requests.submission import QueueFullError, Submission
+from dispatcher.requests.submission import Submission
 
 
 def submit(queue: QueueState, submissions: Sequence[Submission]) -> int:
-    pool = queue.pool
-    now = pool.unix_now()
-    there = queue.waiting_count + queue.count_by_location[Location.DELAYED]
-    if 0 < queue.max_pending < there + len(submissions):
-        raise QueueFullError(f"{there} requests wait, and queue.max_pending is {queue.max_pending}")
-    new = 0
+    now, new = queue.pool.unix_now(), 0
     for each in submissions:
-        _mark_active(queue, each, now)
+        if each.request_id and each.request_token and each.deadline:
+            tokens = queue.active_tokens.setdefault(each.request_id, {})
+            tokens[each.request_token] = max(each.deadline, now + 1)
         new += queue.add_member(each.member, each.score)
-    pool.wake_dispatchers()
+    queue.pool.wake_dispatchers()
     return new
-
-
-def _mark_active(queue: QueueState, submission: Submission, now: float) -> None:
-    if submission.request_id and submission.request_token and submission.deadline:
-        tokens = queue.active_tokens.setdefault(submission.request_id, {})
-        tokens[submission.request_token] = max(submission.deadline, now + 1)
 
 
 def cancel_request(

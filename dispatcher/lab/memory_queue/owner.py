@@ -36,7 +36,6 @@ from dispatcher.queue.contract import (
     SweepSummary,
     UnleasedRequest,
 )
-from dispatcher.queue.owners import DeadOwnerDetector
 from dispatcher.requests.forecast import QueueSnapshot
 from dispatcher.requests.lanes import ONE_PER_LANE, Lane
 from dispatcher.requests.queue_counts import QueueCounts
@@ -58,8 +57,6 @@ class MemoryQueue:
         clock: Callable[[], float] | None = None,
         poll_s: float = 0.2,
         owner_timeout_s: float = 5.0,
-        dead_owner_detector: DeadOwnerDetector | None = None,
-        max_pending: int = 0,
     ) -> None:
         self.store = store
         self.owner = owner
@@ -68,8 +65,6 @@ class MemoryQueue:
         self._clock = clock
         self._poll_s = poll_s
         self._timeout_s = owner_timeout_s
-        self._dead_owner_detector = dead_owner_detector
-        self._max_pending = max_pending
         self._wake_event = asyncio.Event()
         self._pool.wake_events.append(self._wake_event)
 
@@ -177,9 +172,7 @@ class MemoryQueue:
         statuses = results.settle(queue, settlements, ready_entries)
         # An entry that waits in a lane waits for a claim.
         in_no_lane = [entry for entry in ready_entries if entry.lane is None]
-        taken = steps.claim_first_of(
-            queue, caller, nonce, self._permit_in_pool_time(permit), in_no_lane, returns_members=True
-        )
+        taken = steps.claim_first_of(queue, caller, nonce, self._permit_in_pool_time(permit), in_no_lane)
         waiting = queue.waiting_count - queue.count_passed_over({}, taken)
         return EndAndClaimResult(
             statuses,
@@ -207,9 +200,7 @@ class MemoryQueue:
         statuses = steps.release(queue, caller.now, releases, continued)
         if not continued:
             return EndAndClaimResult(statuses, None)
-        taken = steps.claim_first_of(
-            queue, caller, nonce, self._permit_in_pool_time(permit), continued, returns_members=False
-        )
+        taken = steps.claim_first_of(queue, caller, nonce, self._permit_in_pool_time(permit), continued)
         waiting = queue.waiting_count - queue.count_passed_over({Lane.STARTED: len(taken) + 1}, taken)
         return EndAndClaimResult(statuses, self._build_claim_result(caller, taken, waiting))
 
@@ -262,23 +253,9 @@ class MemoryQueue:
 
     async def sweep(self) -> SweepSummary:
         caller = self._begin_step()
-        self._queue.max_pending = self._max_pending
-        reclaimed, due, due_at, turns, revoked = sweep(self._queue, caller, ())
-        # Leases of owners that are proven to have ended are taken back in a second sweep, as in Redis.
-        if ended_owners := self._find_ended_owners():
-            more, _, due_at, again, _ = sweep(self._queue, caller, ended_owners)
-            reclaimed, turns = reclaimed + more, turns + again
+        reclaimed, due, due_at, turns, revoked = sweep(self._queue, caller)
         due_at = None if due_at is None else self._to_own_time(due_at)
         return SweepSummary(reclaimed, due, due_at, self._pool.lost_units, turns + revoked)
-
-    def _find_ended_owners(self) -> Sequence[str]:
-        """Return the owners that hold leases and are proven to have ended."""
-        others = [owner for owner in self._pool.units_by_owner if owner != self.owner]
-        return (
-            self._dead_owner_detector.find_ended_owners(others)
-            if self._dead_owner_detector is not None
-            else ()
-        )
 
     async def find_overdue(self, max_count: int) -> Sequence[UnleasedRequest]:
         self._begin_step()

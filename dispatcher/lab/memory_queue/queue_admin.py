@@ -36,11 +36,10 @@ class MemoryStore:
         name: str = "batch:{pool}:requests",
         result_list: str = "batch:{pool}:results",
         allowed_lists: tuple[str, ...] | None = None,
-        max_payload_bytes: int = 16 << 20,
     ) -> None:
         self.pool = PoolState(clock, unix_origin=unix_origin, lease_s=lease_s)
         names = QueueNames(name, result_list, allowed_lists)
-        self.queue = QueueState(self.pool, names, max_payload_bytes=max_payload_bytes)
+        self.queue = QueueState(self.pool, names)
         self.default_result_list = result_list
         self.result_lists = self.pool.result_lists
 
@@ -94,10 +93,6 @@ class MemoryStore:
         self.pool.check_available()
         self.pool.pause = None
         self.pool.wake_dispatchers()
-
-    async def read_pause(self) -> tuple[str, str] | None:
-        self.pool.check_available()
-        return self.pool.pause
 
     async def count_requests(self) -> QueueCounts:
         self.pool.check_available()

@@ -102,8 +102,6 @@ def find_overdue(queue: QueueState, max_count: int) -> list[UnleasedRequest]:
         moves, entry = queue.overdue.popleft()
         if entry.move_count == moves:
             queue.overdue.append((moves, entry))
-            if len(entry.member) > queue.max_member_bytes:
-                continue
             found.append(
                 UnleasedRequest(
                     entry.location_token,

@@ -23,7 +23,6 @@ from dispatcher.lab.memory_queue.sequence_runs import CancelMark, SequenceRecord
 from dispatcher.lab.memory_queue.state import QueueState
 from dispatcher.queue.contract import Lease, UnleasedRequest
 from dispatcher.queue.lua_files import FEATURE_CONSTANTS as LIMITS
-from dispatcher.requests.oversize import cut_member
 from dispatcher.requests.request import Request, parse_member
 
 
@@ -90,9 +89,7 @@ def find_remaining_requests(queue: QueueState, max_count: int) -> list[Remaining
         if len(found) == max_count:
             break
         entry = queue.entries[number]
-        whole = len(entry.member) <= queue.max_member_bytes
-        member = entry.member if whole else cut_member(entry.member)
-        request = UnleasedRequest(entry.location_token, member, progress=entry.progress)
+        request = UnleasedRequest(entry.location_token, entry.member, progress=entry.progress)
         found.append(RemainingRequest(request, code, why))
     return found
 

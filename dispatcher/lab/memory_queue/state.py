@@ -23,7 +23,6 @@ from dispatcher.lab.memory_queue.sequence_rules import SequenceTable
 from dispatcher.queue.contract import Lease, Overload, Permit
 from dispatcher.queue.keys import QueueNames
 from dispatcher.requests.lanes import CLOSED_LANES, Lane, rank_in_queue
-from dispatcher.requests.oversize import MAX_ENVELOPE_BYTES, cut_member
 from dispatcher.requests.queue_counts import QueueCounts
 from dispatcher.requests.result import NOT_A_LIST
 from dispatcher.requests.score import PRIORITIES, PRIORITY_STEP, decode_deadline
@@ -148,12 +147,9 @@ class PoolState:
 class QueueState:
     """State of one queue: pending, returned, delayed and dead requests, and the markers of all of them."""
 
-    def __init__(self, pool: PoolState, names: QueueNames, *, max_payload_bytes: int) -> None:
+    def __init__(self, pool: PoolState, names: QueueNames) -> None:
         self.pool = pool
         self.names = names
-        self.max_member_bytes = max_payload_bytes + MAX_ENVELOPE_BYTES
-        self.max_pending = 0
-        """`queue.max_pending` as the newest sweep set it. 0 for no limit."""
         self.pending: dict[bytes, Entry] = {}
         self.entries: dict[int, Entry] = {}
         self.dead: dict[int, tuple[Entry, str]] = {}
@@ -299,8 +295,6 @@ class QueueState:
         """Lease an entry. `assumed_units` are the units that it counts if it was never leased."""
         if entry.location is Location.PENDING:
             del self.pending[entry.member]
-            if len(entry.member) > self.max_member_bytes:
-                entry.member = cut_member(entry.member)
         if entry.id == NEVER_CLAIMED:
             entry.id = self.pool.next_entry_id()
             self.entries[entry.id] = entry

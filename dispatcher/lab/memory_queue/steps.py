@@ -3,6 +3,7 @@
 The sweep and the writing of results have modules of their own. All times are those of the pool's clock. No
 step awaits, so each is atomic. Scripts for a Cluster, for a slow network or for questions about the server
 have no counterpart here: push_results, delete_marker, cut_member, check_result_lists, check_permissions.
+Neither have limits of sizes and numbers, such as `queue.max_pending`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from dispatcher.features.models.queue.waiting import MAX_RETURNED_PER_CALL, Mode
 from dispatcher.lab.memory_queue.entries import Entry, Location
 from dispatcher.lab.memory_queue.state import LeaseRecord, PoolState, QueueState
 from dispatcher.queue.constants import (
-    CLAIM_BYTES,
     CLOCK_STEP_S,
     JUST_LEASED_S,
     MAX_PASSED_OVER,
@@ -155,7 +155,6 @@ def _lease_first(
     left = dict(max_per_lane)
     taken: list[LeaseRecord] = []
     passed: list[Entry] = []
-    size = 0
     while room > 0 and len(taken) < max_count:
         source = queue.next_source(left)
         entry = None if source is None else source.peek_entry()
@@ -170,11 +169,6 @@ def _lease_first(
             passed.append(source.pop_entry())
             continue
         if weighs > room:
-            break
-        size += len(entry.member)
-        if entry.progress:
-            size += len(entry.progress)
-        if taken and size > CLAIM_BYTES:
             break
         if entry.lane is not None:
             left[entry.lane] -= 1
@@ -192,24 +186,15 @@ def claim_first_of(
     nonce: str,
     permit: Permit,
     entries: Sequence[Entry],
-    *,
-    returns_members: bool,
 ) -> list[LeaseRecord]:
-    """Lease those of the entries that the next claim would lease first.
-
-    `returns_members` says that the reply has their members, which must not be too large then.
-    """
+    """Lease those of the entries that the next claim would lease first."""
     _, room = _get_limit_and_room(queue.pool, caller, permit, is_probe=False) if entries else (0, 0)
     taken: list[LeaseRecord] = []
-    size = 0
     while room > 0:
         source = queue.next_source(_ONE_OF_EACH_OPEN)
         entry = None if source is None else source.peek_entry()
         # Stop at the first request that is not one of them: a claim would lease it before the others.
         if source is None or entry is None or entry not in entries or entry.units > room:
-            break
-        size += len(entry.member)
-        if returns_members and (len(entry.member) > queue.max_member_bytes or size > CLAIM_BYTES):
             break
         room -= entry.units
         taken.append(queue.lease_entry(source.pop_entry(), caller.owner, caller.now, entry.units))
@@ -371,11 +356,8 @@ def return_waiting_for_models(queue: QueueState, models: Sequence[str]) -> Retur
 
 
 def count_waiting_by_model(queue: QueueState) -> dict[str, int]:
-    """Return the number of waiting requests by model. If there are too many models, each call returns
-    others."""
-    counts = list(queue.model_waits.count_by_model.items())
-    from_ = int(queue.pool.unix_now() * 1e6) % len(counts) if len(counts) > 1000 else 0
-    return dict((counts[from_:] + counts[:from_])[:1000])
+    """Return the number of waiting requests by model."""
+    return dict(queue.model_waits.count_by_model)
 
 
 def is_cancelled(queue: QueueState, request_id: str, token: str) -> bool:

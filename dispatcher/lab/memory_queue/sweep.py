@@ -14,9 +14,7 @@ from dispatcher.lab.memory_queue.steps import Caller, is_cancelled
 from dispatcher.queue.constants import CLOCK_STEP_S, SWEEP_GAP_S
 
 
-def sweep(
-    queue: QueueState, caller: Caller, ended_owners: Collection[str]
-) -> tuple[int, int, float | None, int, int]:
+def sweep(queue: QueueState, caller: Caller) -> tuple[int, int, float | None, int, int]:
     """Sweep the queue. Return the number of reclaimed leases, the number of delayed requests that were due,
     the time when the next one is due, the number of turns in sequences that have come, and the number of
     cancelled requests that waited for their model."""
@@ -36,15 +34,13 @@ def sweep(
             pool.no_silence_until = max(pool.no_silence_until, now + quiet_s)
     pool.swept_at = now
     pool.record_heartbeat(caller.owner, caller.timeout_s, now)
-    # The leases of silent owners and late leases are orphaned: their requests may still run. Those of owners
-    # that are proven to have ended are not.
+    # The leases of silent owners and late leases are orphaned: their requests may still run.
     before = pool.lost_units
     reclaimed = (
-        _reclaim_from_owners(queue, _find_silent_owners(pool, now)) if now >= pool.no_silence_until else 0
+        reclaim_from_owners(queue, _find_silent_owners(pool, now)) if now >= pool.no_silence_until else 0
     )
     reclaimed += _reclaim_expired(queue, now) if now >= pool.no_expiry_until else 0
     pool.orphaned_units += pool.lost_units - before
-    reclaimed += _reclaim_from_owners(queue, ended_owners)
     due = 0
     while (due_at := queue.delayed.first_key()) is not None and due_at <= now:
         queue.move_entry(queue.delayed.pop_entry(), Location.RETURNED)
@@ -88,7 +84,7 @@ def _reclaim_lease(queue: QueueState, lease: LeaseRecord) -> None:
     queue.move_entry(lease.entry, Location.RETURNED)
 
 
-def _reclaim_from_owners(queue: QueueState, owners: Collection[str]) -> int:
+def reclaim_from_owners(queue: QueueState, owners: Collection[str]) -> int:
     pool = queue.pool
     reclaimed = [grant for grant in pool.leases.values() if grant.owner in owners] if owners else []
     for grant in reclaimed:
