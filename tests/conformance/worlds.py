@@ -17,7 +17,6 @@ from typing import Any, cast
 
 from dispatcher.features.models.queue.calls import ModelAdminCalls, ModelCalls
 from dispatcher.features.sequences.queue.calls import SequenceCalls
-from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
 from dispatcher.queue.admin_contract import QueueAdmin
 from dispatcher.queue.contract import ClaimResult, Lease, Permit, Queue, Settlement
 from dispatcher.queue.keys import QueueNames
@@ -27,6 +26,7 @@ from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.owner import QueueOptions, RedisQueue
 from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 from dispatcher.requests.lanes import Lane
+from tests.memory_queue import MemoryQueue, MemoryStore
 from tests.queue.factories import parse_entry_id
 from tests.queue.key_checks import assert_only_known_keys
 from tests.queue.redis_users import grant, url_of

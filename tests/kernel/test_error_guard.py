@@ -34,7 +34,6 @@ from dispatcher.kernel.pipeline import RequestPipeline
 from dispatcher.kernel.queue_access import QueueAccess
 from dispatcher.kernel.sending import RequestSender
 from dispatcher.kernel.weights import UnitAllocator
-from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.limit.limiter import Limiter
 from tests.kernel.fault_scene import (
     MAX_ATTEMPTS,
@@ -47,6 +46,7 @@ from tests.kernel.fault_scene import (
     wait_for_results,
 )
 from tests.kernel.scene import AnsweringGateway, Scene, run_in_scene
+from tests.memory_queue import MemoryQueue
 
 # An exception between two lookups leaves the call of the first one behind.
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")

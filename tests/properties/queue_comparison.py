@@ -26,7 +26,6 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from dispatcher.features.models.queue.calls import ModelAdminCalls
-from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
 from dispatcher.lab.memory_queue.entries import Location
 from dispatcher.queue.contract import (
     ClaimResult,
@@ -39,6 +38,7 @@ from dispatcher.queue.contract import (
 )
 from dispatcher.queue.keys import QueueNames
 from dispatcher.requests.lanes import Lane
+from tests.memory_queue import MemoryQueue, MemoryStore
 from tests.properties import queue_oracle
 from tests.queue.factories import OwnerAndAdmin, parse_entry_id, parse_lease_units
 from tests.queue.key_checks import assert_only_known_keys
@@ -358,20 +358,19 @@ class QueueComparison(RuleBasedStateMachine):
 
     def check_requests_waiting_for_models(self, state: dict[str, Any]) -> None:
         """Check that order and counts by model are those of the requests in the lane."""
-        waiting_entries = {
-            entry.id: entry for entry in self.store.queue.entries.values() if entry.missing_model
-        }
-        assert {int(name[-16:]) for name, _ in state["waiting-for-model"]} == set(waiting_entries)
+        queue = self.store.queue
+        model_by_entry = {entry_id: model for entry_id, (model, _) in queue.model_waits.items()}
+        assert {int(name[-16:]) for name, _ in state["waiting-for-model"]} == set(model_by_entry)
         order = [name.decode() for name, _ in state["waiting-for-model:order"]]
-        ordered_entries = sorted(
-            waiting_entries.values(),
-            key=lambda entry: (_encode_model_prefix(entry.missing_model), entry.score, entry.id),
+        expected_order = sorted(
+            (_encode_model_prefix(model), queue.entries[entry_id].score, entry_id)
+            for entry_id, model in model_by_entry.items()
         )
         assert [(name[:-33], int(name[-16:])) for name in order] == [
-            (_encode_model_prefix(entry.missing_model), entry.id) for entry in ordered_entries
+            (prefix, entry_id) for prefix, _, entry_id in expected_order
         ]
         counts = {name.decode(): count for name, count in state["waiting-for-model:counts"]}
-        assert counts == Counter(entry.missing_model for entry in waiting_entries.values())
+        assert counts == Counter(model_by_entry.values())
 
     def check_progress(self, state: dict[str, Any]) -> None:
         """Check that progress is stored for exactly the requests that have some, and that claims know of

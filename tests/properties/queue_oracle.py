@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.lab.memory_queue.entries import Entry, Location
 from dispatcher.lab.memory_queue.state import QueueState
 from dispatcher.lab.memory_queue.sweep import reclaim_from_owners
 from dispatcher.queue.contract import SweepSummary
 from dispatcher.queue.requeue import build_resubmission
+from tests.memory_queue import MemoryQueue
 
 
 def drop_oldest_dead(queue: QueueState, dead_max: int) -> int:

@@ -653,7 +653,7 @@ class QueueModel(QueueComparison):
         real, twin = (list(side.values()) for side in overdue)
         entries_by_location = {entry.location_token: entry for entry in self.store.queue.entries.values()}
         self.event_counts["expired waiting for model"] += sum(
-            entry.missing_model != ""
+            entry.closed_lane is Lane.WAITING_FOR_MODEL
             for one in twin
             if (entry := entries_by_location.get(one.location)) is not None
         )

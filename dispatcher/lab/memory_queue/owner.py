@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
-from dispatcher.features.models.queue.waiting import ReturnedRequests
-from dispatcher.features.models.registry import ModelRegistryState, PinRequest
-from dispatcher.features.sequences.decisions import SequenceTerms, TurnGranted
-from dispatcher.features.sequences.queue.calls import RemainingRequest
-from dispatcher.features.sequences.queue.steps import ClaimTurnsResult
-from dispatcher.features.sequences.turns import Turn
-from dispatcher.lab.memory_queue import results, sequences, steps
+from dispatcher.lab.memory_queue import results, steps
 from dispatcher.lab.memory_queue.entries import Entry
 from dispatcher.lab.memory_queue.queue_admin import MemoryStore
 from dispatcher.lab.memory_queue.state import LeaseRecord
@@ -77,9 +71,15 @@ class MemoryQueue:
             self._pool.wake_events.remove(self._wake_event)
 
     def open_calls(self, calls: Callable[[Any], T]) -> T:
-        """Return this queue, which has the calls of all features itself."""
+        """Return this queue, which has those calls of features itself that every dispatcher makes."""
         itself: Any = self
         return cast("T", itself)
+
+    async def count_waiting_by_model(self) -> Mapping[str, int]:
+        return {}
+
+    async def find_remaining_requests(self, max_count: int) -> Sequence[Any]:
+        return ()
 
     def unix_now(self) -> float:
         return self._pool.unix_now()
@@ -139,17 +139,6 @@ class MemoryQueue:
         fits = steps.set_lease_units(self._queue, caller, lease_units, self._permit_in_pool_time(permit))
         return LeaseUnitsResult(fits, self._count_leases(caller), self._read_shared_state())
 
-    async def claim_turns(
-        self, turns: Sequence[tuple[Lease, Turn]], terms: SequenceTerms
-    ) -> ClaimTurnsResult:
-        caller = self._begin_step()
-        verdicts = sequences.claim_turns(self._queue, turns, terms)
-        return ClaimTurnsResult(verdicts, self._count_leases(caller), self._read_shared_state())
-
-    async def find_remaining_requests(self, max_count: int) -> Sequence[RemainingRequest]:
-        self._begin_step()
-        return sequences.find_remaining_requests(self._queue, max_count)
-
     async def share_state(self, permit: Permit, overload: Overload | None) -> RenewResult:
         caller = self._begin_step()
         if overload is not None:
@@ -177,7 +166,7 @@ class MemoryQueue:
         return EndAndClaimResult(
             statuses,
             self._build_claim_result(caller, taken, waiting),
-            [_encode_granted_turn(sequences.get_granted_turn(queue, each.entry)) for each in taken],
+            [queue.get_extra(each.entry) for each in taken],
         )
 
     def _build_claim_result(
@@ -204,45 +193,6 @@ class MemoryQueue:
         waiting = queue.waiting_count - queue.count_passed_over({Lane.STARTED: len(taken) + 1}, taken)
         return EndAndClaimResult(statuses, self._build_claim_result(caller, taken, waiting))
 
-    async def return_waiting_for_models(self, models: Sequence[str]) -> ReturnedRequests:
-        self._begin_step()
-        return steps.return_waiting_for_models(self._queue, models)
-
-    async def count_waiting_by_model(self) -> Mapping[str, int]:
-        self._begin_step()
-        return steps.count_waiting_by_model(self._queue)
-
-    async def refresh_warm_markers(
-        self,
-        keep: Collection[tuple[str, str]],
-        remove: Collection[tuple[str, str]],
-        models_in_use: Collection[str],
-    ) -> ModelRegistryState:
-        return self._pool.model_registry.refresh_warm_markers(
-            self._begin_step().now, self.owner, keep, remove, models_in_use
-        )
-
-    async def read_model_registry(self) -> ModelRegistryState:
-        return self._pool.model_registry.read_state(self._begin_step().now)
-
-    async def take_warm_up_lock(self, model: str, endpoint: str) -> bool:
-        return self._pool.model_registry.take_warm_up_lock(
-            self._begin_step().now, self.owner, model, endpoint
-        )
-
-    async def mark_warm(self, model: str, endpoint: str) -> None:
-        self._pool.model_registry.release_warm_up_lock(
-            self._begin_step().now, self.owner, model, endpoint, is_warm=True
-        )
-
-    async def release_warm_up_lock(self, model: str, endpoint: str) -> None:
-        self._pool.model_registry.release_warm_up_lock(
-            self._begin_step().now, self.owner, model, endpoint, is_warm=False
-        )
-
-    async def pin_versions(self, pins: Sequence[PinRequest]) -> Sequence[str]:
-        return self._pool.model_registry.pin_versions(self._begin_step().now, pins)
-
     async def move_to_dead_letters(self, dead_letters: Sequence[DeadLetter]) -> Sequence[SettleStatus | None]:
         self._begin_step()
         return results.settle(self._queue, dead_letters)
@@ -253,9 +203,9 @@ class MemoryQueue:
 
     async def sweep(self) -> SweepSummary:
         caller = self._begin_step()
-        reclaimed, due, due_at, turns, revoked = sweep(self._queue, caller)
+        reclaimed, due, due_at, freed = sweep(self._queue, caller)
         due_at = None if due_at is None else self._to_own_time(due_at)
-        return SweepSummary(reclaimed, due, due_at, self._pool.lost_units, turns + revoked)
+        return SweepSummary(reclaimed, due, due_at, self._pool.lost_units, freed)
 
     async def find_overdue(self, max_count: int) -> Sequence[UnleasedRequest]:
         self._begin_step()
@@ -329,10 +279,6 @@ class MemoryQueue:
             probing_owner=pool.probing_owner,
             is_paused=pool.pause is not None,
         )
-
-
-def _encode_granted_turn(granted: TurnGranted) -> tuple[int, bytes, bool, bytes]:
-    return granted.index, granted.sticky_token.encode(), granted.is_first, granted.conversation
 
 
 def _to_lease(lease: LeaseRecord) -> Lease:

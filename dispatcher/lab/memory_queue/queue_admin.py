@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from dispatcher.features.models.queue.registry_rules import check_names
-from dispatcher.features.models.registry import ModelRegistryState
-from dispatcher.features.sequences.turns import SequenceSnapshot
 from dispatcher.lab.memory_queue import admin_steps as steps
-from dispatcher.lab.memory_queue import sequences
 from dispatcher.lab.memory_queue.state import PoolState, QueueState
-from dispatcher.lab.memory_queue.steps import count_waiting_by_model
-from dispatcher.queue.constants import CANCEL_TTL_S
 from dispatcher.queue.keys import QueueNames
 from dispatcher.requests.queue_counts import QueueCounts
 from dispatcher.requests.submission import Submission
@@ -27,6 +21,8 @@ class MemoryStore:
     call of every owner raises QueueUnavailableError with it. Result lists have no lifetime here.
     """
 
+    queue_type: type[QueueState] = QueueState
+
     def __init__(
         self,
         clock: Callable[[], float],
@@ -39,7 +35,7 @@ class MemoryStore:
     ) -> None:
         self.pool = PoolState(clock, unix_origin=unix_origin, lease_s=lease_s)
         names = QueueNames(name, result_list, allowed_lists)
-        self.queue = QueueState(self.pool, names)
+        self.queue = self.queue_type(self.pool, names)
         self.default_result_list = result_list
         self.result_lists = self.pool.result_lists
 
@@ -69,11 +65,6 @@ class MemoryStore:
         """Return the results of the default list, oldest first."""
         return list(reversed(self.result_lists.get(self.default_result_list, ())))
 
-    def open_calls(self, calls: Callable[[Any], T]) -> T:
-        """Return this queue, which has the calls of all features itself."""
-        itself: Any = self
-        return cast("T", itself)
-
     async def submit(self, submissions: Sequence[Submission]) -> int:
         self.pool.check_available()
         return steps.submit(self.queue, submissions)
@@ -97,47 +88,3 @@ class MemoryStore:
     async def count_requests(self) -> QueueCounts:
         self.pool.check_available()
         return self.queue.count_requests()
-
-    async def count_waiting_by_model(self) -> Mapping[str, int]:
-        self.pool.check_available()
-        return count_waiting_by_model(self.queue)
-
-    async def get_sequence(self, sequence_id: str) -> SequenceSnapshot | None:
-        self.pool.check_available()
-        return sequences.get_sequence(self.queue, sequence_id)
-
-    async def release_sequence(self, sequence_id: str) -> bool:
-        self.pool.check_available()
-        return sequences.release_sequence(self.queue, sequence_id)
-
-    async def abort_sequence(self, sequence_id: str, why: str) -> bool:
-        self.pool.check_available()
-        return sequences.abort_sequence(self.queue, sequence_id, why)
-
-    async def cancel_sequence(
-        self, sequence_id: str, submitted_until: float | None = None, claimed_within_s: float = CANCEL_TTL_S
-    ) -> bool:
-        self.pool.check_available()
-        return sequences.cancel_sequence(self.queue, sequence_id, submitted_until, claimed_within_s)
-
-    async def forget_sequence(self, sequence_id: str) -> bool | None:
-        self.pool.check_available()
-        return sequences.forget_sequence(self.queue, sequence_id)
-
-    async def read_model_registry(self) -> ModelRegistryState:
-        self.pool.check_available()
-        return self.pool.model_registry.read_state(self.pool.clock())
-
-    async def set_label(self, family: str, label: str, version: str | None, who: str) -> bool:
-        self.pool.check_available()
-        check_names(family=family, label=label, version=family if version is None else version)
-        return self.pool.model_registry.set_label(self.pool.unix_now(), family, label, version, who)
-
-    async def drain_version(self, model: str, who: str, why: str = "") -> None:
-        self.pool.check_available()
-        check_names(model=model)
-        self.pool.model_registry.drain_version(self.pool.unix_now(), model, who, why)
-
-    async def undrain_version(self, model: str) -> bool:
-        self.pool.check_available()
-        return self.pool.model_registry.undrain_version(model)

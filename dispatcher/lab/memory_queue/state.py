@@ -12,15 +12,12 @@ import heapq
 import itertools
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from typing import Any
 
 import msgspec
 
-from dispatcher.features.sequences.decisions import SequenceCounts
-from dispatcher.lab.memory_queue.entries import NEVER_CLAIMED, Entry, EntryHeap, Location, ModelWaitIndex
-from dispatcher.lab.memory_queue.model_registry import MemoryModelRegistry
-from dispatcher.lab.memory_queue.sequence_rules import SequenceTable
-from dispatcher.queue.contract import Lease, Overload, Permit
+from dispatcher.lab.memory_queue.entries import NEVER_CLAIMED, Entry, EntryHeap, Location
+from dispatcher.queue.contract import Lease, Overload, Permit, Release, Settlement
 from dispatcher.queue.keys import QueueNames
 from dispatcher.requests.lanes import CLOSED_LANES, Lane, rank_in_queue
 from dispatcher.requests.queue_counts import QueueCounts
@@ -76,7 +73,6 @@ class PoolState:
         self.probe_entry: int | None = None
         self.probe_reserved_until = float("-inf")
         self.pause: tuple[str, str] | None = None
-        self.model_registry = MemoryModelRegistry()
         self.lost_units = self.orphaned_units = self.settled_count = 0
         self.swept_at: float | None = None
         self.no_expiry_until = self.no_silence_until = float("-inf")
@@ -145,7 +141,10 @@ class PoolState:
 
 
 class QueueState:
-    """State of one queue: pending, returned, delayed and dead requests, and the markers of all of them."""
+    """State of one queue: pending, returned, delayed and dead requests, and the markers of all of them.
+
+    A queue with features overrides the methods at the end. They correspond to the hooks of the scripts.
+    """
 
     def __init__(self, pool: PoolState, names: QueueNames) -> None:
         self.pool = pool
@@ -159,7 +158,6 @@ class QueueState:
         """Waiting entries by lane. `None` for those in no lane."""
         self.count_by_lane: Counter[Lane] = Counter()
         """Number of waiting entries by lane."""
-        self.model_waits = ModelWaitIndex()
         self.delayed = EntryHeap()
         self.deadlines = EntryHeap()
         self.overdue: deque[tuple[int, Entry]] = deque()
@@ -170,7 +168,6 @@ class QueueState:
         deletions."""
         self.active_tokens: dict[str, dict[str, float]] = {}
         """Tokens that can be cancelled under each id, with the time until which they can."""
-        self.sequences = SequenceTable()
         self.cancel_markers: dict[str, tuple[str, float]] = {}
         """Cancel markers by `id:token`."""
 
@@ -194,12 +191,6 @@ class QueueState:
             delayed=count[Location.DELAYED],
             dead=count[Location.DEAD],
             units=self.pool.leased_units,
-            sequences=SequenceCounts.from_statuses(
-                self.sequences.status_counts,
-                self.count_by_lane[Lane.SEQUENCED],
-                self.sequences.count_overrides(),
-            ),
-            sequence_counters=replace(self.sequences.counters),
             waiting_for_model=self.count_by_lane[Lane.WAITING_FOR_MODEL],
             started=self.count_by_lane[Lane.STARTED],
         )
@@ -232,9 +223,7 @@ class QueueState:
         if entry.move_count:  # an entry without moves is new and was not counted yet
             self.count_by_location[entry.location] -= 1
             if entry.location is Location.RETURNED and (lane := entry.lane) is not None:
-                self.count_by_lane[lane] -= 1
-                if lane is Lane.WAITING_FOR_MODEL:
-                    self.model_waits.remove_entry(entry)
+                self.leave_lane(entry, lane)
         entry.move_count += 1
         entry.location = location
         if location is Location.GONE:
@@ -248,21 +237,19 @@ class QueueState:
         else:
             lane = entry.lane
             if lane is not None:
-                self.count_by_lane[lane] += 1
-                if lane is Lane.WAITING_FOR_MODEL:
-                    self.model_waits.add_entry(entry)
+                self.enter_lane(entry, lane)
             self.waiting_by_lane[lane].push_entry(entry.score, entry)
         # Higher scores contain no priority and no deadline.
         if entry.score < len(PRIORITIES) * PRIORITY_STEP:
             self.deadlines.push_entry(decode_deadline(entry.score), entry)
 
-    def leave_lane(self, entry: Entry) -> None:
-        """Let an entry whose turn in its sequence has come leave its lane."""
-        if entry.location is Location.RETURNED and entry.waits_for_turn:
-            self.count_by_lane[Lane.SEQUENCED] -= 1
-            entry.waits_for_turn = False
-            if (lane := entry.lane) is not None:
-                self.count_by_lane[lane] += 1
+    def enter_lane(self, entry: Entry, lane: Lane) -> None:
+        self.count_by_lane[lane] += 1
+
+    def leave_lane(self, entry: Entry, lane: Lane) -> None:
+        """An entry that leaves a closed lane waits for no feature any more."""
+        self.count_by_lane[lane] -= 1
+        entry.closed_lane = None
 
     def put_back(self, entry: Entry) -> None:
         """Push an entry again that was popped and has not moved."""
@@ -310,3 +297,23 @@ class QueueState:
 
     def find_list_problem(self, name: str) -> str | None:
         return NOT_A_LIST if name in self.pool.invalid_lists else self.names.find_list_problem(name)
+
+    def hold_entry(self, entry: Entry, release: Release) -> None:
+        """Let an entry wait for the feature whose `extra` its release has."""
+        raise NotImplementedError
+
+    def end_entry(self, entry: Entry, settlement: Settlement, now: float) -> Sequence[Entry]:
+        """End what features keep of an entry. Return the entries that they free with it."""
+        return ()
+
+    def get_extra(self, entry: Entry) -> Any:
+        """Return what a feature returns with the lease of an entry that it has freed."""
+        raise NotImplementedError
+
+    def free_entries(self) -> int:
+        """Free the entries that features let go at a sweep. Return their number."""
+        return 0
+
+    def shift_times(self, delta_s: float) -> None:
+        """Shift the stored times, because the clock has stepped back."""
+        self.delayed.shift_keys(delta_s)

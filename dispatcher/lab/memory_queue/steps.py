@@ -14,7 +14,6 @@ from operator import itemgetter
 
 import msgspec
 
-from dispatcher.features.models.queue.waiting import MAX_RETURNED_PER_CALL, ModelWait, ReturnedRequests
 from dispatcher.lab.memory_queue.entries import Entry, Location
 from dispatcher.lab.memory_queue.state import LeaseRecord, PoolState, QueueState
 from dispatcher.queue.constants import (
@@ -26,7 +25,7 @@ from dispatcher.queue.constants import (
 )
 from dispatcher.queue.contract import Lease, Overload, Permit, Release, SettleStatus
 from dispatcher.requests.forecast import MAX_REPLICAS_LISTED, QueueSnapshot, Replica, summarize_requests
-from dispatcher.requests.lanes import CLOSED_LANES, Lane, compute_lane_room, shorten_model_name
+from dispatcher.requests.lanes import CLOSED_LANES, Lane, compute_lane_room
 
 _ONE_OF_EACH_OPEN = dict.fromkeys(set(Lane) - CLOSED_LANES, 1)
 """Room of 1 for each lane that is not closed, to find the request that comes first of all."""
@@ -329,9 +328,8 @@ def release(
         queue.pool.end_lease(grant)
         if release_.new_score is not None:
             entry.score = release_.new_score
-        if isinstance(release_.extra, ModelWait):
-            entry.missing_model = shorten_model_name(release_.extra.model)
-            entry.cancel_key = release_.cancel_key
+        if release_.extra is not None:
+            queue.hold_entry(entry, release_)
             queue.move_entry(entry, Location.RETURNED)
         elif release_.delay_s > 0:
             queue.move_entry(entry, Location.DELAYED, now + release_.delay_s)
@@ -343,21 +341,7 @@ def release(
     return statuses
 
 
-def return_waiting_for_models(queue: QueueState, models: Sequence[str]) -> ReturnedRequests:
-    names = list(dict.fromkeys(map(shorten_model_name, models)))
-    moved = 0
-    while moved < MAX_RETURNED_PER_CALL and (entry := queue.model_waits.find_first(names)) is not None:
-        queue.move_entry(entry, Location.RETURNED)
-        moved += 1
-    return ReturnedRequests(moved, sum(queue.model_waits.count_by_model[name] for name in names))
-
-
 # Looking.
-
-
-def count_waiting_by_model(queue: QueueState) -> dict[str, int]:
-    """Return the number of waiting requests by model."""
-    return dict(queue.model_waits.count_by_model)
 
 
 def is_cancelled(queue: QueueState, request_id: str, token: str) -> bool:

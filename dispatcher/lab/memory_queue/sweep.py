@@ -7,14 +7,13 @@ import heapq
 from collections import deque
 from collections.abc import Collection
 
-from dispatcher.lab.memory_queue import sequences
 from dispatcher.lab.memory_queue.entries import Location
 from dispatcher.lab.memory_queue.state import LeaseRecord, PoolState, QueueState
-from dispatcher.lab.memory_queue.steps import Caller, is_cancelled
+from dispatcher.lab.memory_queue.steps import Caller
 from dispatcher.queue.constants import CLOCK_STEP_S, SWEEP_GAP_S
 
 
-def sweep(queue: QueueState, caller: Caller) -> tuple[int, int, float | None, int, int]:
+def sweep(queue: QueueState, caller: Caller) -> tuple[int, int, float | None, int]:
     """Sweep the queue. Return the number of reclaimed leases, the number of delayed requests that were due,
     the time when the next one is due, the number of turns in sequences that have come, and the number of
     cancelled requests that waited for their model."""
@@ -23,8 +22,7 @@ def sweep(queue: QueueState, caller: Caller) -> tuple[int, int, float | None, in
         gap_s = now - pool.swept_at
         if gap_s < -CLOCK_STEP_S:
             _follow_clock_step(pool, caller, gap_s)
-            queue.delayed.shift_keys(gap_s)
-            queue.sequences.shift_checks(gap_s)
+            queue.shift_times(gap_s)
         # After a gap between sweeps, living owners first get time to renew and to send a heartbeat.
         if gap_s > pool.lease_s / 3:
             pool.no_expiry_until = now + pool.lease_s / 3
@@ -46,11 +44,7 @@ def sweep(queue: QueueState, caller: Caller) -> tuple[int, int, float | None, in
         queue.move_entry(queue.delayed.pop_entry(), Location.RETURNED)
         due += 1
     queue.deadlines.drop_stale(sum(queue.count_by_location.values()))
-    turns = sequences.sweep_sequences(queue)
-    cancelled = [entry for entry in queue.model_waits if is_cancelled(queue, *entry.cancel_key)]
-    for entry in cancelled:
-        queue.move_entry(entry, Location.RETURNED)
-    return reclaimed, due, due_at, turns, len(cancelled)
+    return reclaimed, due, due_at, queue.free_entries()
 
 
 def _follow_clock_step(pool: PoolState, caller: Caller, delta_s: float) -> None:

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from dispatcher.features.models.registry import PinRequest
-from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
 from dispatcher.queue.contract import Overload, Permit, Release, Settlement
 from dispatcher.requests.submission import QueueUnavailableError
+from tests.memory_queue import MemoryQueue, MemoryStore
 
 
 class Clock:
