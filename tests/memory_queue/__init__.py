@@ -18,16 +18,16 @@ from dispatcher.features.sequences.queue.calls import RemainingRequest
 from dispatcher.features.sequences.queue.steps import ClaimTurnsResult
 from dispatcher.features.sequences.turns import SequenceSnapshot, Turn
 from dispatcher.lab import memory_queue as plain
-from dispatcher.lab.memory_queue import sequences
 from dispatcher.lab.memory_queue.entries import Entry, Location
-from dispatcher.lab.memory_queue.model_registry import MemoryModelRegistry
-from dispatcher.lab.memory_queue.sequence_rules import SequenceTable
 from dispatcher.lab.memory_queue.state import QueueState
 from dispatcher.lab.memory_queue.steps import is_cancelled
 from dispatcher.queue.constants import CANCEL_TTL_S
 from dispatcher.queue.contract import Lease, Release, Settlement
 from dispatcher.requests.lanes import Lane, shorten_model_name
 from dispatcher.requests.queue_counts import QueueCounts
+from tests.memory_queue import sequences
+from tests.memory_queue.model_registry import MemoryModelRegistry
+from tests.memory_queue.sequence_rules import SequenceTable
 
 T = TypeVar("T")
 

@@ -1,5 +1,5 @@
 """Steps of claim_turns.lua, find_remaining_requests.lua and sequence_admin.lua: the rules of
-lab/memory_queue/sequence_rules.py on a `FeatureQueueState`."""
+sequence_rules.py on a `FeatureQueueState`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from dispatcher.features.sequences.queue.turn_end import TurnEnd, get_sequence_o
 from dispatcher.features.sequences.turns import SequenceSnapshot, Turn
 from dispatcher.lab.memory_queue import admin_steps
 from dispatcher.lab.memory_queue.entries import Entry, Location
-from dispatcher.lab.memory_queue.sequence_runs import CancelMark, SequenceRecord
 from dispatcher.queue.contract import Extra, Lease, UnleasedRequest
 from dispatcher.queue.lua_files import FEATURE_CONSTANTS as LIMITS
 from dispatcher.requests.lanes import Lane
 from dispatcher.requests.request import Request, parse_member
+from tests.memory_queue.sequence_runs import CancelMark, SequenceRecord
 
 if TYPE_CHECKING:
     from tests.memory_queue import FeatureQueueState
@@ -77,7 +77,7 @@ def end_turn(queue: FeatureQueueState, entry: Entry, extra: Extra | None, now: f
 def get_granted_turn(queue: FeatureQueueState, entry: Entry) -> TurnGranted:
     """Return the granted turn of a request that has the turn."""
     goes = queue.sequences.get_granted_turn(entry.id)
-    assert goes is not None  # noqa: S101 -- it was moved
+    assert goes is not None
     return goes
 
 
