@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 
@@ -151,6 +152,18 @@ async def test_requeued_request_is_a_new_request_with_a_new_deadline_and_the_old
     assert (data["id"], data["deadline"], data["payload"]) == ("r-1", NOW + 50_000, {"a": [1.5]})
     assert (again.deliveries, again.failed_attempts, again.deaths_as_suspect) == (1, 0, 0)
     assert again.entry_id != lease.entry_id
+
+
+@pytest.mark.server
+async def test_dead_request_that_two_operators_requeue_at_once_is_requeued_once(world: World) -> None:
+    await world.zadd(NOW - 5, member("r-1"))
+    owner = world.owner()
+    [lease] = await claim(owner)
+    await owner.move_to_dead_letters([DeadLetter(answer(lease), "why")])
+    requeues = [world.queue_admin.requeue_dead([lease.entry_id], NOW + 50_000) for _ in range(2)]
+    assert sorted(await asyncio.gather(*requeues)) == [0, 1]
+    counts = await owner.count_requests()
+    assert (counts.pending, counts.dead) == (1, 0)
 
 
 @pytest.mark.server
