@@ -25,7 +25,8 @@ from dispatcher.queue.constants import CANCEL_TTL_S
 from dispatcher.queue.contract import Lease, Release, Settlement
 from dispatcher.requests.lanes import Lane, shorten_model_name
 from dispatcher.requests.queue_counts import QueueCounts
-from tests.memory_queue import sequences
+from dispatcher.requests.submission import Submission
+from tests.memory_queue import admin_steps, sequences
 from tests.memory_queue.model_registry import MemoryModelRegistry
 from tests.memory_queue.sequence_rules import SequenceTable
 
@@ -84,7 +85,10 @@ class FeatureQueueState(QueueState):
 
 
 class MemoryStore(plain.MemoryStore):
-    """The queue as operators use it."""
+    """The queue as producers and operators use it. Has those calls that the tests of dispatchers need.
+
+    While `outage_message` is set, every call of every owner raises QueueUnavailableError with it.
+    """
 
     queue_type = FeatureQueueState
     queue: FeatureQueueState
@@ -93,6 +97,49 @@ class MemoryStore(plain.MemoryStore):
         """Return this queue, which has the calls of all features itself."""
         itself: Any = self
         return cast("T", itself)
+
+    @property
+    def outage_message(self) -> str | None:
+        return self.pool.outage_message
+
+    @outage_message.setter
+    def outage_message(self, why: str | None) -> None:
+        self.pool.outage_message = why
+
+    def pop_result(self, name: str = "") -> bytes | None:
+        """Take a result like RPOP of a consumer. Without a name, from the default list."""
+        results = self.result_lists.get(name or self.default_result_list)
+        return results.pop() if results else None
+
+    def list_results(self) -> list[bytes]:
+        """Return the results of the default list, oldest first."""
+        return list(reversed(self.result_lists.get(self.default_result_list, ())))
+
+    async def submit(self, submissions: Sequence[Submission]) -> int:
+        self.pool.check_available()
+        return admin_steps.submit(self.queue, submissions)
+
+    async def cancel_request(
+        self, request_id: str, request_token: str = "", *, is_token_known: bool = False
+    ) -> bool:
+        self.pool.check_available()
+        return admin_steps.cancel_request(
+            self.queue, request_id, request_token, is_token_known=is_token_known
+        )
+
+    async def pause(self, who: str, why: str) -> None:
+        self.pool.check_available()
+        self.pool.pause = (who, why)
+        self.pool.wake_dispatchers()
+
+    async def resume(self) -> None:
+        self.pool.check_available()
+        self.pool.pause = None
+        self.pool.wake_dispatchers()
+
+    async def count_requests(self) -> QueueCounts:
+        self.pool.check_available()
+        return self.queue.count_requests()
 
     def _get_queue(self) -> FeatureQueueState:
         self.pool.check_available()

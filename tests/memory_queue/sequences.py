@@ -18,12 +18,12 @@ from dispatcher.features.sequences.decisions import (
 from dispatcher.features.sequences.queue.calls import RemainingRequest
 from dispatcher.features.sequences.queue.turn_end import TurnEnd, get_sequence_owner
 from dispatcher.features.sequences.turns import SequenceSnapshot, Turn
-from dispatcher.lab.memory_queue import admin_steps
 from dispatcher.lab.memory_queue.entries import Entry, Location
 from dispatcher.queue.contract import Extra, Lease, UnleasedRequest
 from dispatcher.queue.lua_files import FEATURE_CONSTANTS as LIMITS
 from dispatcher.requests.lanes import Lane
 from dispatcher.requests.request import Request, parse_member
+from tests.memory_queue import admin_steps
 from tests.memory_queue.sequence_runs import CancelMark, SequenceRecord
 
 if TYPE_CHECKING:

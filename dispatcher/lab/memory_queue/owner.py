@@ -9,9 +9,9 @@ from typing import Any, TypeVar, cast
 
 from dispatcher.lab.memory_queue import results, steps
 from dispatcher.lab.memory_queue.entries import Entry
-from dispatcher.lab.memory_queue.queue_admin import MemoryStore
 from dispatcher.lab.memory_queue.state import LeaseRecord
 from dispatcher.lab.memory_queue.steps import Caller
+from dispatcher.lab.memory_queue.store import MemoryStore
 from dispatcher.lab.memory_queue.sweep import sweep
 from dispatcher.queue.contract import (
     ClaimResult,
@@ -216,7 +216,8 @@ class MemoryQueue:
         return results.settle_unleased(self._queue, items)
 
     async def count_requests(self) -> QueueCounts:
-        return await self.store.count_requests()
+        self._begin_step()
+        return self._queue.count_requests()
 
     async def take_snapshot(self, rate: float | None = None, service_s: float = 0.0) -> QueueSnapshot:
         """Return a snapshot in which each score is a span of its own, whatever the rate."""
