@@ -34,6 +34,7 @@ from dispatcher.kernel.pipeline import RequestPipeline
 from dispatcher.kernel.queue_access import QueueAccess
 from dispatcher.kernel.sending import RequestSender
 from dispatcher.kernel.weights import UnitAllocator
+from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.limit.limiter import Limiter
 from tests.kernel.fault_scene import (
     MAX_ATTEMPTS,
@@ -46,7 +47,7 @@ from tests.kernel.fault_scene import (
     wait_for_results,
 )
 from tests.kernel.scene import AnsweringGateway, Scene, run_in_scene
-from tests.memory_queue import MemoryQueue
+from tests.memory_queue import MemoryQueue as QueueWithFeatures
 
 # An exception between two lookups leaves the call of the first one behind.
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
@@ -70,6 +71,7 @@ COLLABORATORS: list[type | ModuleType] = [
     OutcomeJudge,
     ParsedRequestCache,
     QueueAccess,
+    QueueWithFeatures,
     RequestMerger,
     RequestPipeline,
     RequestSender,
@@ -116,7 +118,9 @@ def test_exception_in_one_call_of_any_method_costs_nobody_a_result(
                 break
 
 
-@pytest.mark.parametrize("cls", [AnsweringGateway, Claimer, HealthWatch, MemoryQueue, ModelRouter])
+@pytest.mark.parametrize(
+    "cls", [AnsweringGateway, Claimer, HealthWatch, MemoryQueue, ModelRouter, QueueWithFeatures]
+)
 def test_cancelled_call_is_an_error_like_any_other(cls: type) -> None:
     """A library may raise CancelledError in a task that nobody has cancelled."""
     for fault in list_faults(cls, error=asyncio.CancelledError):
