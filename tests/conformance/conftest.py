@@ -42,12 +42,15 @@ def _servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ser
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run the tests of plain requests also on the scripts without features."""
+    """Run the tests of plain requests also on the scripts without features, and all but those with the mark
+    `server` also in memory."""
     if "world" in metafunc.fixturenames:
         is_plain = metafunc.module.__name__.rpartition(".")[2] in PLAIN_MODULES
         has_features = metafunc.definition.get_closest_marker("features") is not None
         plain = [NO_FEATURES] if is_plain and not has_features else []
-        metafunc.parametrize("world", ["memory", *ENGINE_PARAMS, *plain], indirect=True)
+        needs_server = metafunc.definition.get_closest_marker("server") is not None
+        memory = [] if needs_server else ["memory"]
+        metafunc.parametrize("world", [*memory, *ENGINE_PARAMS, *plain], indirect=True)
 
 
 @pytest.fixture

@@ -17,10 +17,17 @@ from dispatcher.features.sequences.queue import open_sequences
 from dispatcher.features.sequences.queue.steps import decode_granted_turn
 from dispatcher.features.sequences.queue.turn_end import TurnEnd
 from dispatcher.features.sequences.turns import SequenceSnapshot, Turn
-from dispatcher.queue.contract import EndAndClaimResult, Lease, Queue, Settlement, SettleStatus
+from dispatcher.queue.contract import (
+    EndAndClaimResult,
+    Lease,
+    Queue,
+    Settlement,
+    SettleStatus,
+    UnleasedRequest,
+)
 from dispatcher.requests.model_names import parse_model
 from dispatcher.requests.request import Request, parse_member
-from tests.conformance.worlds import NOW, World, answer, claim, sequences
+from tests.conformance.worlds import NOW, World, answer, claim, member, sequences
 
 TERMS = SequenceTerms(max_idle_s=1000, max_age_s=5000, gap_s=500)
 NO_LEASE = Lease(0, "", b"", 0, 0, 0, 0, 0)
@@ -45,6 +52,19 @@ def get_request_id(lease: Lease) -> str:
     request = parse_member(lease.member)
     assert isinstance(request, Request)
     return request.id
+
+
+async def submit_turns(
+    world: World, name: str, *turns: Any, of: str = "s", deadline: int = LATER, model: str = ""
+) -> None:
+    """Submit requests <name>-<n> in the order of their scores. A turn is an index, None, or fields of
+    `data.sequence`."""
+    for at, turn in enumerate(turns):
+        fields = turn if isinstance(turn, dict) else {"index": turn}
+        data = member(
+            f"{name}-{at}", deadline=deadline, sequence={"id": of, **fields}, payload={"model": model}
+        )
+        await world.zadd(deadline + at * 1e-3, data)
 
 
 async def claim_turns_of(
@@ -103,6 +123,29 @@ async def answer_remaining_requests(queue: Queue) -> dict[str, str]:
             items.append((one.request, Settlement(NO_LEASE, result, "")))
         assert await queue.settle_unleased(items) == len(items)
     return reply
+
+
+async def find_all_overdue(queue: Queue, max_count: int) -> Sequence[UnleasedRequest]:
+    """Return all requests that may be past their deadline. The two passes of the search take turns."""
+    found = {}
+    for _ in range(4):
+        for one in await queue.find_overdue(max_count):
+            found[one.member] = one
+    return list(found.values())
+
+
+async def expire_waiting_request(queue: Queue, name: str, **left: Any) -> None:
+    """End a waiting request as if its deadline had passed."""
+    for one in await find_all_overdue(queue, 10):
+        request = parse_member(one.member)
+        assert isinstance(request, Request)
+        if request.id == name:
+            assert request.extra is not None
+            end = TurnEnd(request.extra, **left)
+            result = b'{"id":"%s"}' % name.encode()
+            assert await queue.settle_unleased([(one, Settlement(NO_LEASE, result, "", extra=end))]) == 1
+            return
+    raise AssertionError(f"{name} is not found")
 
 
 async def get_snapshot(world: World, name: str = "s") -> SequenceSnapshot:

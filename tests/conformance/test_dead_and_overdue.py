@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 
@@ -38,6 +39,7 @@ async def find_all_overdue(world: World, expected: set[bytes]) -> set[bytes]:
     return found
 
 
+@pytest.mark.server
 async def test_dead_request_keeps_its_reason_and_its_result_is_written(world: World) -> None:
     await world.zadd(NOW + 5, member("r-1"))
     owner = world.owner()
@@ -59,6 +61,7 @@ async def test_dead_request_keeps_its_reason_and_its_result_is_written(world: Wo
     assert (counts.pending, counts.leased, counts.delayed, counts.dead) == (0, 0, 0, 1)
 
 
+@pytest.mark.server
 async def test_dead_letter_after_a_failed_attempt_counts_the_attempt(world: World) -> None:
     await world.zadd(NOW + 5, member("r-1"))
     owner = world.owner()
@@ -74,6 +77,7 @@ async def test_dead_letter_after_a_failed_attempt_counts_the_attempt(world: Worl
     assert found.attempts == 2
 
 
+@pytest.mark.server
 async def test_request_without_a_readable_id_becomes_dead_without_a_result(world: World) -> None:
     await world.zadd(1, b"\xffrubbish")
     owner = world.owner()
@@ -86,6 +90,7 @@ async def test_request_without_a_readable_id_becomes_dead_without_a_result(world
     assert dead.member == b"\xffrubbish"
 
 
+@pytest.mark.server
 async def test_member_that_is_too_long_is_leased_cut_to_its_beginning(world: World) -> None:
     """The search for overdue requests skips it as well."""
     too_long = member("r-1", deadline=NOW - 5, payload={"prompt": "x" * (17 << 20)})
@@ -104,6 +109,7 @@ async def test_member_that_is_too_long_is_leased_cut_to_its_beginning(world: Wor
     assert (reply.id, reply.code) == ("r-1", "TOO_LARGE")
 
 
+@pytest.mark.server
 async def test_dead_requests_are_listed_page_by_page(world: World) -> None:
     for number in range(5):
         await world.zadd(number, member(f"r-{number}"))
@@ -116,6 +122,7 @@ async def test_dead_requests_are_listed_page_by_page(world: World) -> None:
     assert await world.queue_admin.list_dead(3, after=second[-1].entry_id) == []
 
 
+@pytest.mark.server
 async def test_newest_dead_requests_are_listed_first(world: World) -> None:
     assert await world.queue_admin.list_newest_dead(3) == []
     for number in range(5):
@@ -129,6 +136,7 @@ async def test_newest_dead_requests_are_listed_first(world: World) -> None:
     assert len(await world.queue_admin.list_newest_dead(9)) == 5
 
 
+@pytest.mark.server
 async def test_requeued_request_is_a_new_request_with_a_new_deadline_and_the_old_priority(
     world: World,
 ) -> None:
@@ -146,6 +154,19 @@ async def test_requeued_request_is_a_new_request_with_a_new_deadline_and_the_old
     assert again.entry_id != lease.entry_id
 
 
+@pytest.mark.server
+async def test_dead_request_that_two_operators_requeue_at_once_is_requeued_once(world: World) -> None:
+    await world.zadd(NOW - 5, member("r-1"))
+    owner = world.owner()
+    [lease] = await claim(owner)
+    await owner.move_to_dead_letters([DeadLetter(answer(lease), "why")])
+    requeues = [world.queue_admin.requeue_dead([lease.entry_id], NOW + 50_000) for _ in range(2)]
+    assert sorted(await asyncio.gather(*requeues)) == [0, 1]
+    counts = await owner.count_requests()
+    assert (counts.pending, counts.dead) == (1, 0)
+
+
+@pytest.mark.server
 async def test_unreadable_dead_request_cannot_be_requeued(world: World) -> None:
     await world.zadd(1, b"rubbish")
     owner = world.owner()
@@ -155,6 +176,7 @@ async def test_unreadable_dead_request_cannot_be_requeued(world: World) -> None:
     assert (await owner.count_requests()).dead == 1
 
 
+@pytest.mark.server
 async def test_purged_dead_requests_are_deleted(world: World) -> None:
     for number in range(4):
         await world.zadd(number, member(f"r-{number}"))

@@ -199,6 +199,7 @@ async def test_release_counts_attempts_refusals_and_deliveries(world: World) -> 
     assert await after(is_failed_attempt=True, is_refusal=True, is_undelivered=True) == (4, 2, 2)
 
 
+@pytest.mark.server
 async def test_outcome_of_the_last_attempt_is_kept_until_the_next_counted_attempt(
     world: World,
 ) -> None:

@@ -14,8 +14,9 @@ from dispatcher.queue.contract import DeadLetter, Release
 from dispatcher.requests.found_request import FoundRequest, LookupPage, RequestLocation, encode_spellings
 from dispatcher.requests.request import encode_member
 from dispatcher.requests.submission import Submission
-from tests.conformance.worlds import NOW, RESULTS, World, answer, claim, member, sequences
+from tests.conformance.worlds import NOW, RESULTS, World, answer, claim, member, permit, sequences
 
+pytestmark = pytest.mark.server
 W = RequestLocation
 LATER = NOW + 360_000
 
@@ -68,6 +69,7 @@ async def submit_to_every_location(world: World) -> dict[RequestLocation, str]:
     suspect, dead, delayed, returned, leased, second, awaiting, started = await claim(owner)
     await sequences(owner).claim_turns([(leased, Turn("s")), (second, Turn("s"))], SequenceTerms())
     await owner.move_to_dead_letters([DeadLetter(answer(dead), "it broke")])
+    await owner.set_lease_units([(delayed, 3)], permit())
     await owner.release([Release(suspect), Release(delayed, 100.0, is_failed_attempt=True, is_refusal=True)])
     await owner.release([Release(returned), Release(awaiting, extra=ModelWait("absent"))])
     await owner.release([Release(started, progress=b"part 1")])
@@ -90,7 +92,7 @@ async def test_each_request_is_listed_at_its_location_with_its_state(world: Worl
     (awaiting,) = await list_ids(world, W.WAITING_FOR_MODEL)
     assert (awaiting.missing_model, suspect.missing_model) == ("absent", "")
     assert (suspect.deaths, leased.owner, dead.reason, pending.entry) == (2, "owner-1", "it broke", 0)
-    assert (delayed.attempts, delayed.refusals) == (1, 1)
+    assert (delayed.attempts, delayed.refusals, delayed.units) == (1, 1, 3)
     now = world.owner("other").unix_now()
     assert delayed.at == pytest.approx(now + 100, abs=30)
     assert leased.at == pytest.approx(now + 30, abs=30)

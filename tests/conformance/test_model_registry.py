@@ -208,6 +208,7 @@ async def test_owner_whose_name_begins_like_another_name_is_another_owner(world:
     assert await second.take_warm_up_lock("a", "e")
 
 
+@pytest.mark.server
 async def test_queues_of_a_pool_share_the_model_registry(world: World) -> None:
     other = world.open_other_queue("batch:{qwen}:urgent")
     await models(world.owner("one")).mark_warm(*V1)

@@ -8,6 +8,7 @@ import random
 import time
 from datetime import UTC, datetime
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +30,7 @@ async def test_lowest_score_is_claimed_first(world: World) -> None:
     assert await claim_member_ids(world) == [repr(float(score)).encode() for score in sorted(scores)]
 
 
+@pytest.mark.server
 async def test_equal_scores_are_ordered_by_the_bytes_of_the_member(world: World) -> None:
     members = [b"b", b"a", b"aa", b"", b"\x00", b"\xff", b"\x7f", b"\xc3\xa9", b"Z", b"a\x00", b"a\x00b"]
     for each in members:
@@ -45,6 +47,7 @@ async def test_claim_returns_no_more_than_requested(world: World) -> None:
     assert await claim_member_ids(world, 100) == [b"%d" % number for number in range(3, 10)]
 
 
+@pytest.mark.server
 async def test_released_requests_keep_their_place(world: World) -> None:
     owner = world.owner()
     for letter in b"acegi":
@@ -84,6 +87,7 @@ async def test_producer_can_change_the_score_of_a_pending_member(world: World) -
     assert [(lease.score, lease.member) for lease in await claim(world.owner())] == [(2, b"b"), (3, b"a")]
 
 
+@pytest.mark.server
 async def test_peek_shows_the_next_requests_and_claims_nothing(world: World) -> None:
     for number in range(5):
         await world.zadd(number, b"%d" % number)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from dispatcher.queue.contract import Permit, Release, SettleStatus
 from dispatcher.requests.lanes import Lane
 from tests.conformance.worlds import (
@@ -213,6 +215,7 @@ async def test_owner_that_counted_as_dead_learns_its_lost_leases_and_continues(w
     assert await stalled.settle([answer(one) for one in again]) == [SettleStatus.DONE]
 
 
+@pytest.mark.server
 async def test_leases_of_an_owner_proven_ended_are_reclaimed_at_once_and_are_not_orphaned(
     world: World,
 ) -> None:
@@ -232,6 +235,7 @@ async def test_leases_of_an_owner_proven_ended_are_reclaimed_at_once_and_are_not
     assert list(await dead.settle([answer(lost[0])])) == [SettleStatus.LOST]
 
 
+@pytest.mark.server
 async def test_proof_that_an_owner_ended_applies_right_after_an_outage(world: World) -> None:
     await submit_requests(world, 2)
     dead, next_one = world.owner("dead"), world.owner("next", dead_owner_detector=FixedDeadOwners("dead"))
@@ -241,6 +245,7 @@ async def test_proof_that_an_owner_ended_applies_right_after_an_outage(world: Wo
     assert (await next_one.sweep()).reclaimed_count == 2
 
 
+@pytest.mark.server
 async def test_owner_never_counts_itself_as_ended(world: World) -> None:
     await submit_requests(world, 1)
     owner = world.owner("owner", dead_owner_detector=FixedDeadOwners("owner"))
@@ -249,6 +254,7 @@ async def test_owner_never_counts_itself_as_ended(world: World) -> None:
     assert await owner.settle([answer(lease)]) == [SettleStatus.DONE]
 
 
+@pytest.mark.server
 async def test_deaths_are_counted_for_proven_and_silent_owners(world: World) -> None:
     await submit_requests(world, 1)
     watcher = world.owner("watcher", dead_owner_detector=FixedDeadOwners("proven"))
@@ -284,6 +290,7 @@ async def test_silent_owner_without_leases_is_forgotten(world: World) -> None:
     assert await world.get_owners_with_heartbeats() == {"watcher"}
 
 
+@pytest.mark.server
 async def test_hundreds_of_leases_of_several_dead_owners_are_reclaimed_in_one_sweep(world: World) -> None:
     await submit_requests(world, 1300)
     watcher = world.owner("watcher", dead_owner_detector=FixedDeadOwners("proven"))

@@ -60,6 +60,7 @@ async def test_release_without_progress_keeps_what_is_stored(world: World) -> No
     assert (lease.progress, lease.failed_attempts) == (b"part 1", 1)
 
 
+@pytest.mark.server
 async def test_release_with_empty_progress_deletes_it(world: World) -> None:
     queue = world.owner()
     await start_request(world, queue)
@@ -98,6 +99,7 @@ async def test_attempts_count_for_each_slice(world: World) -> None:
     assert (lease.failed_attempts, lease.refusals) == (1, 1)
 
 
+@pytest.mark.server
 async def test_started_requests_go_before_all_others_of_their_priority(world: World) -> None:
     queue = world.owner()
     for priority, deadline in ((0, NOW + 300_000), (1, NOW + 300_000), (1, NOW + 200_000)):
@@ -169,6 +171,7 @@ async def test_release_by_an_owner_that_lost_the_lease_changes_no_progress(world
     assert [lease.progress for lease in await claim(queue)] == [b"new"]
 
 
+@pytest.mark.server
 async def test_suspect_keeps_its_progress_and_its_lane(world: World) -> None:
     queue = world.owner()
     await start_request(world, queue)
@@ -196,6 +199,7 @@ async def test_delayed_request_keeps_its_progress(world: World) -> None:
     assert (lease.progress, lease.lane) == (b"part 1", Lane.STARTED)
 
 
+@pytest.mark.server
 async def test_request_that_waits_for_its_model_keeps_its_progress(world: World) -> None:
     queue = world.owner()
     await world.zadd(NOW + 100_000, member())
@@ -244,6 +248,7 @@ async def test_next_request_of_a_sequence_keeps_turn_and_progress(world: World) 
     assert (second.entry_id, second.progress) == (turns[1][0].entry_id, b"")
 
 
+@pytest.mark.server
 async def test_request_with_progress_that_waits_for_its_turn_is_claimed_by_a_claim(world: World) -> None:
     """The step that ends the previous request does not lease it, because it is in a lane."""
     queue = world.owner()
@@ -277,6 +282,7 @@ async def test_started_request_goes_before_the_next_request_of_a_sequence(world:
     assert [lease.entry_id for lease in await claim(queue)] == [started.entry_id, turns[1][0].entry_id]
 
 
+@pytest.mark.server
 async def test_overdue_requests_are_found_with_their_progress(world: World) -> None:
     queue = world.owner()
     await start_request(world, queue, NOW - 5)
@@ -302,6 +308,7 @@ async def test_remaining_requests_of_a_sequence_are_found_with_their_progress(wo
     assert await sequences(queue).find_remaining_requests(9) == []
 
 
+@pytest.mark.server
 async def test_dead_request_keeps_its_progress_when_it_is_accepted_again(world: World) -> None:
     queue = world.owner()
     lease = await start_request(world, queue, 3 * PRIORITY + NOW + 100_000)
@@ -318,6 +325,7 @@ async def test_dead_request_keeps_its_progress_when_it_is_accepted_again(world: 
     assert await queue.settle([answer(new)]) == DONE
 
 
+@pytest.mark.server
 @pytest.mark.parametrize("end", ["settle", "purge", "expire", "requeue"])
 async def test_progress_is_deleted_with_its_request(world: World, end: str) -> None:
     queue = world.owner()
@@ -352,6 +360,7 @@ async def test_repeated_claim_returns_the_same_progress(world: World) -> None:
     assert list(second.leases) == list(first.leases)
 
 
+@pytest.mark.server
 async def test_claim_stops_before_a_megabyte_of_members_and_progress(world: World) -> None:
     queue = world.owner()
     for number in range(3):
@@ -360,6 +369,7 @@ async def test_claim_stops_before_a_megabyte_of_members_and_progress(world: Worl
     assert [lease.progress[:1] for lease in await claim(queue)] == [b"2"]
 
 
+@pytest.mark.server
 @pytest.mark.parametrize(
     ("payload_bytes", "progress_bytes"), [(10, 3 << 20), (700_000, 700_000), (2 << 20, 5)]
 )
@@ -386,6 +396,7 @@ async def test_large_progress_of_an_overdue_request_is_found_whole(world: World)
     assert found == {member(f"r-{number}"): b"%d" % number * (3 << 20) for number in range(2)}
 
 
+@pytest.mark.server
 async def test_copied_request_starts_again_from_the_beginning(world: World) -> None:
     await start_request(world, world.owner())
     (found,) = (await world.queue_admin.list_requests(RequestLocation.STARTED, 9)).requests
@@ -405,6 +416,7 @@ async def release_and_claim(
     return list(reply.statuses), list(claimed)
 
 
+@pytest.mark.server
 async def test_started_request_is_claimed_again_with_its_release(world: World) -> None:
     queue = world.owner()
     lease = await start_request(world, queue)

@@ -172,6 +172,7 @@ async def test_two_requests_with_one_id_are_cancelled_by_their_own_tokens(world:
     assert await owner.check_cancelled(asked) == [False, True]
 
 
+@pytest.mark.server
 async def test_marker_of_llm_d_cancels_only_the_request_with_its_token(world: World) -> None:
     """The marker is named by the id for all queues, so a cancel here must not cancel a request of another
     queue."""
@@ -186,6 +187,7 @@ async def test_marker_of_llm_d_cancels_only_the_request_with_its_token(world: Wo
     assert await world.get_key("request-active:r-1") == "theirs"
 
 
+@pytest.mark.server
 async def test_finished_request_does_not_affect_a_newer_one_with_its_id(world: World) -> None:
     await world.zadd(1, member("r-1", token="old"))
     [lease] = await claim(owner := world.owner())
@@ -214,6 +216,7 @@ async def test_identical_member_submitted_while_the_first_one_runs_is_another_re
     assert len(await world.pop_results()) == 2
 
 
+@pytest.mark.server
 async def test_any_program_can_cancel_by_a_marker(world: World) -> None:
     await world.zadd(1, member("r-1", token="t1"))
     owner = world.owner()
@@ -241,6 +244,7 @@ async def test_request_without_an_active_marker_is_cancelled_by_its_token(world:
     assert await world.owner().check_cancelled(asked) == [True, False, False]
 
 
+@pytest.mark.server
 async def test_claim_stops_before_a_megabyte_of_members(world: World) -> None:
     sizes = [600_000, 500_000, 100, 2_000_000, 100]
     for number, size in enumerate(sizes):
@@ -272,6 +276,7 @@ def submissions(count: int, first: int = 0) -> list[Submission]:
     return [Submission(member(f"s-{at}"), NOW + 60_000) for at in range(first, first + count)]
 
 
+@pytest.mark.server
 async def test_submission_beyond_max_pending_is_rejected_as_a_whole(world: World) -> None:
     owner = world.owner(max_pending=5)
     assert await world.queue_admin.submit(submissions(6)) == 6, "no dispatcher has stored a limit"
@@ -288,6 +293,7 @@ async def test_submission_beyond_max_pending_is_rejected_as_a_whole(world: World
         await world.queue_admin.submit(submissions(1, 8))
 
 
+@pytest.mark.server
 async def test_zadd_is_not_limited_by_max_pending(world: World) -> None:
     owner = world.owner(max_pending=1)
     await owner.sweep()
@@ -297,6 +303,7 @@ async def test_zadd_is_not_limited_by_max_pending(world: World) -> None:
     assert await world.queue_admin.submit(submissions(1)) == 1
 
 
+@pytest.mark.server
 async def test_max_pending_follows_the_setting(world: World) -> None:
     await world.owner("a", max_pending=1).sweep()
     with pytest.raises(QueueFullError):

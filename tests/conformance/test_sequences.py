@@ -33,10 +33,8 @@ from dispatcher.queue.contract import (
     Release,
     Settlement,
     SettleStatus,
-    UnleasedRequest,
 )
 from dispatcher.requests.found_request import RequestLocation
-from dispatcher.requests.request import Request, parse_member
 from dispatcher.requests.result import ErrorCode
 from tests.conformance.sequence_steps import (
     LATER,
@@ -46,28 +44,18 @@ from tests.conformance.sequence_steps import (
     claim_and_take_turns,
     claim_next_turn,
     claim_turns_of,
+    expire_waiting_request,
     fail_request,
+    find_all_overdue,
     finish_request,
     get_granted_turns,
     get_request_id,
     get_snapshot,
     get_turn,
+    submit_turns,
 )
 from tests.conformance.worlds import NOW, World, answer, claim, claim_fully, member, permit, sequences
 from tests.support import wait_until
-
-
-async def submit_turns(
-    world: World, name: str, *turns: Any, of: str = "s", deadline: int = LATER, model: str = ""
-) -> None:
-    """Submit requests <name>-<n> in the order of their scores. A turn is an index, None, or fields of
-    `data.sequence`."""
-    for at, turn in enumerate(turns):
-        fields = turn if isinstance(turn, dict) else {"index": turn}
-        data = member(
-            f"{name}-{at}", deadline=deadline, sequence={"id": of, **fields}, payload={"model": model}
-        )
-        await world.zadd(deadline + at * 1e-3, data)
 
 
 async def read_codes(world: World) -> list[str]:
@@ -119,6 +107,7 @@ async def test_next_request_is_claimable_in_the_step_that_ends_the_previous_one(
     assert isinstance((await claim_turns_of(second, [next_one]))[0], TurnGranted)
 
 
+@pytest.mark.server
 async def test_waiting_request_counts_no_delivery_and_no_lease(world: World) -> None:
     queue = world.owner()
     await submit_turns(world, "r", 0, 1, 2)
@@ -136,6 +125,7 @@ async def test_waiting_request_counts_no_delivery_and_no_lease(world: World) -> 
     assert lease.deliveries == 1
 
 
+@pytest.mark.server
 async def test_other_requests_run_while_a_sequence_waits(world: World) -> None:
     queue = world.owner()
     await submit_turns(world, "r", 0, 1, 2)
@@ -398,15 +388,6 @@ async def test_request_that_ends_before_its_turn_is_not_waited_for(world: World,
         assert get_turn(await claim_next_turn(queue)).index == 2
 
 
-async def find_all_overdue(queue: Queue, max_count: int) -> Sequence[UnleasedRequest]:
-    """Return all requests that may be past their deadline. The two passes of the search take turns."""
-    found = {}
-    for _ in range(4):
-        for one in await queue.find_overdue(max_count):
-            found[one.member] = one
-    return list(found.values())
-
-
 async def test_waiting_request_past_its_deadline_lets_the_next_one_run(world: World) -> None:
     queue = world.owner()
     await submit_turns(world, "r", 0)
@@ -651,6 +632,7 @@ async def test_general_limit_is_the_bound_of_all_overrides(world: World) -> None
     assert len(left) == 1
 
 
+@pytest.mark.server
 async def test_idle_time_of_an_override_applies_to_its_sequences_only(world: World) -> None:
     queue = world.owner()
     terms = replace(
@@ -748,6 +730,7 @@ async def test_failure_ends_later_requests_with_its_cause(world: World) -> None:
     assert sorted(await read_codes(world)) == ["late-0", "r-0", "r-1", "r-2"]
 
 
+@pytest.mark.server
 async def test_dead_letter_ends_a_turn(world: World) -> None:
     queue = world.owner()
     await submit_turns(world, "r", {"index": 0, "on_error": "continue"}, 1)
@@ -761,6 +744,7 @@ async def test_dead_letter_ends_a_turn(world: World) -> None:
     assert [type(one) for one in decisions.values()] == [TurnWaits], "it has lost its index, and comes last"
 
 
+@pytest.mark.server
 async def test_sequence_is_held_until_an_operator_decides(world: World) -> None:
     queue = world.owner()
     await submit_turns(world, "r", {"index": 0, "on_error": "hold"}, 1, 2)
@@ -794,6 +778,7 @@ async def pages(world: World, status: SequenceStatus | None = None) -> list[Sequ
         after = page.after
 
 
+@pytest.mark.server
 async def test_listing_shows_each_sequence_once(world: World) -> None:
     queue = world.owner()
     for at in range(20):
@@ -920,20 +905,6 @@ async def test_events_of_sequences_are_counted(world: World) -> None:
     await world.age_sequences(TERMS.max_age_s + 1)
     await finish_request(queue, left["aged-0"])
     assert await counters() == replace(reply, cancelled=1, idle=1, aged=1)
-
-
-async def expire_waiting_request(queue: Queue, name: str, **left: Any) -> None:
-    """End a waiting request as if its deadline had passed."""
-    for one in await find_all_overdue(queue, 10):
-        request = parse_member(one.member)
-        assert isinstance(request, Request)
-        if request.id == name:
-            assert request.extra is not None
-            end = TurnEnd(request.extra, **left)
-            result = b'{"id":"%s"}' % name.encode()
-            assert await queue.settle_unleased([(one, Settlement(NO_LEASE, result, "", extra=end))]) == 1
-            return
-    raise AssertionError(f"{name} is not found")
 
 
 async def test_held_sequence_does_not_wait_for_a_gap(world: World) -> None:

@@ -311,6 +311,7 @@ async def test_probe_of_an_empty_queue_does_not_block_other_probes(world: World)
     assert (list(probe.leases), probe.shared.probing_owner) == ([], None)
 
 
+@pytest.mark.server
 async def test_paused_queue_grants_no_leases_and_keeps_existing_ones(world: World) -> None:
     await submit_requests(world)
     owner = world.owner()

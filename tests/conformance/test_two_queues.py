@@ -10,6 +10,7 @@ import pytest
 from dispatcher.queue.contract import Lease, Overload, Queue, Release, SettleStatus
 from tests.conformance.worlds import LEASE_S, World, answer, claim, claim_fully, member, permit
 
+pytestmark = pytest.mark.server
 URGENT = "batch:{qwen}:urgent"
 
 

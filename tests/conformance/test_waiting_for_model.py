@@ -59,6 +59,7 @@ async def count_waiting(world: World) -> list[FoundRequest]:
     return list((await world.queue_admin.list_requests(RequestLocation.WAITING_FOR_MODEL, 100)).requests)
 
 
+@pytest.mark.server
 async def test_request_that_waits_for_its_model_is_not_claimed_until_it_is_returned(world: World) -> None:
     queue = world.owner()
     (lease,) = await release_to_wait_for_models(world, "qwen")
@@ -82,6 +83,7 @@ async def test_request_that_waits_for_its_model_wakes_no_owner(world: World) -> 
         await queue.wait_for_work()
 
 
+@pytest.mark.server
 async def test_waiting_requests_are_counted_and_listed_by_model(world: World) -> None:
     queue = world.owner()
     assert (
@@ -159,6 +161,7 @@ async def test_return_takes_the_best_requests_of_all_named_models_first(world: W
     assert await models(queue).return_waiting_for_models([]) == ReturnedRequests(0, 0)
 
 
+@pytest.mark.server
 async def test_lowest_score_returns_first_whatever_the_scores_are(world: World) -> None:
     """Only the worst score is missing from the first page."""
     queue = world.owner()
@@ -185,6 +188,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.server
 async def test_model_name_does_not_match_requests_of_another_model(world: World) -> None:
     queue = world.owner()
     await release_to_wait_for_models(world, *NAMES)
@@ -271,6 +275,7 @@ async def test_release_of_a_cut_member_names_its_cancel_key(world: World) -> Non
     assert await models(queue).return_waiting_for_models(["a"]) == ReturnedRequests(1, 0)
 
 
+@pytest.mark.server
 async def test_cancel_marker_of_llm_d_returns_a_waiting_request(world: World) -> None:
     queue = world.owner()
     (lease,) = await release_to_wait_for_models(world, "a")
@@ -303,6 +308,7 @@ async def test_successive_sweeps_check_all_waiting_requests_for_cancellation(wor
     assert await models(queue).count_waiting_by_model() == {}
 
 
+@pytest.mark.server
 async def test_suspect_is_a_suspect_again_after_waiting_for_its_model(world: World) -> None:
     queue = world.owner()
     await world.zadd(NOW + 100_000, member("r-1"))
@@ -369,6 +375,7 @@ async def test_release_of_an_ended_lease_adds_nothing_to_the_lane(world: World) 
     assert (await queue.count_requests()).delayed == 0
 
 
+@pytest.mark.server
 async def test_copied_request_looks_for_its_model_again(world: World) -> None:
     await release_to_wait_for_models(world, "a")
     far = world.open_other_queue("batch:{qwen}:other")
@@ -381,6 +388,7 @@ async def test_copied_request_looks_for_its_model_again(world: World) -> None:
     )
 
 
+@pytest.mark.server
 async def test_counts_of_very_many_models_are_returned_in_turns(world: World) -> None:
     queue = world.owner()
     names = [f"m-{number:04}" for number in range(1200)]

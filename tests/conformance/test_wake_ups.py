@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from dispatcher.queue.contract import DeadLetter
 from dispatcher.requests.submission import Submission
-from tests.conformance.worlds import World, claim, waits
+from tests.conformance.worlds import NOW, World, answer, claim, member, waits
 
 
 async def test_request_of_a_foreign_producer_is_found_by_polling(world: World) -> None:
@@ -46,3 +49,17 @@ async def test_submission_of_our_client_wakes_owners_without_a_poll(world: World
         async with asyncio.timeout(60):
             await waiting
         await claim(owner)
+
+
+@pytest.mark.server
+async def test_requeued_request_wakes_an_owner_without_a_poll(world: World) -> None:
+    owner = world.owner(poll_s=600)
+    await world.zadd(NOW - 5, member("r-1"))
+    [lease] = await claim(owner)
+    await owner.move_to_dead_letters([DeadLetter(answer(lease), "why")])
+    assert await waits(owner, 0.3)
+    waiting = asyncio.ensure_future(owner.wait_for_work())
+    await asyncio.sleep(0)
+    assert await world.queue_admin.requeue_dead([lease.entry_id], NOW + 50_000) == 1
+    async with asyncio.timeout(60):
+        await waiting

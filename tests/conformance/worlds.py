@@ -13,11 +13,10 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from dispatcher.features.models.queue.calls import ModelAdminCalls, ModelCalls
 from dispatcher.features.sequences.queue.calls import SequenceCalls
-from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
 from dispatcher.queue.admin_contract import QueueAdmin
 from dispatcher.queue.contract import ClaimResult, Lease, Permit, Queue, Settlement
 from dispatcher.queue.keys import QueueNames
@@ -27,6 +26,7 @@ from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.owner import QueueOptions, RedisQueue
 from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 from dispatcher.requests.lanes import Lane
+from tests.memory_queue import MemoryQueue, MemoryStore
 from tests.queue.factories import parse_entry_id
 from tests.queue.key_checks import assert_only_known_keys
 from tests.queue.redis_users import grant, url_of
@@ -123,9 +123,9 @@ class World(ABC):
 
     queue_admin: QueueAdmin
 
-    @abstractmethod
     def open_other_queue(self, queue: str) -> World:
-        """Return another queue of the same pool. Time is shifted in the first one."""
+        """Return another queue of the same pool. Time is shifted in the first one. Not in memory."""
+        raise NotImplementedError
 
     @abstractmethod
     def owner(
@@ -151,8 +151,9 @@ class World(ABC):
     @abstractmethod
     async def delete_key(self, name: str) -> None: ...
 
-    @abstractmethod
-    async def get_key(self, name: str) -> str | None: ...
+    async def get_key(self, name: str) -> str | None:
+        """Return the value of a key. Not in memory."""
+        raise NotImplementedError
 
     @abstractmethod
     async def count_progress(self) -> int:
@@ -183,9 +184,10 @@ class World(ABC):
     async def step_clock_back(self, seconds: float) -> None:
         """Step the server clock back: all stored times are later by this time."""
 
-    @abstractmethod
     async def step_queue_clock_back(self, seconds: float) -> None:
-        """Shift the stored times of this queue only, after `step_clock_back` of another queue."""
+        """Shift the stored times of this queue only, after `step_clock_back` of another queue. Not in
+        memory."""
+        raise NotImplementedError
 
     @abstractmethod
     async def age_sequences(self, seconds: float) -> None:
@@ -218,40 +220,28 @@ class World(ABC):
 
 
 class MemoryWorld(World):
-    def __init__(self, queue: str = QUEUE, **options: Any) -> None:
+    def __init__(self) -> None:
         clock = asyncio.get_running_loop().time
         self.store = MemoryStore(
             clock,
             unix_origin=time.time() - clock(),
             lease_s=LEASE_S,
-            name=queue,
+            name=QUEUE,
             result_list=RESULTS,
-            **options,
         )
-        self.queue_admin = self.store
-
-    def open_other_queue(self, queue: str) -> MemoryWorld:
-        return MemoryWorld(queue, pool=self.store.pool)
+        self.queue_admin = cast(
+            QueueAdmin, self.store
+        )  # tests of the calls that it lacks have the mark `server`
 
     def owner(
         self,
         name: str = "owner-1",
         *,
         timeout_s: float = OWNER_TIMEOUT_S,
-        dead_owner_detector: DeadOwnerDetector | None = None,
-        max_pending: int = 0,
-        poll_s: float = 0.2,
+        **options: Any,
     ) -> MemoryQueue:
         clock = asyncio.get_running_loop().time
-        return MemoryQueue(
-            self.store,
-            name,
-            clock=clock,
-            owner_timeout_s=timeout_s,
-            dead_owner_detector=dead_owner_detector,
-            max_pending=max_pending,
-            poll_s=poll_s,
-        )
+        return MemoryQueue(self.store, name, clock=clock, owner_timeout_s=timeout_s, **options)
 
     async def zadd(self, score: float, member: bytes) -> None:
         self.store.add_member(member, score)
@@ -260,28 +250,14 @@ class MemoryWorld(World):
         return self.store.pop_result(name)
 
     async def set_key(self, name: str, value: str) -> None:
-        far = self.store.pool.unix_now() + 1000
-        for prefix, keys in self._markers().items():
-            if name.startswith(prefix):
-                keys[name.removeprefix(prefix)] = (value, far)
-                return
-        self.store.pool.invalid_lists.add(name)
-
-    def _markers(self) -> dict[str, dict[str, tuple[str, float]]]:
-        store = self.store
-        foreign = {"request-active:": store.pool.foreign_active, "request-cancel:": store.pool.foreign_cancel}
-        return {**foreign, f"{QUEUE}:cancel:": store.queue.cancel_markers}
+        if name.startswith(prefix := f"{QUEUE}:cancel:"):
+            until = self.store.pool.unix_now() + 1000
+            self.store.queue.cancel_markers[name.removeprefix(prefix)] = (value, until)
+        else:
+            self.store.pool.invalid_lists.add(name)
 
     async def delete_key(self, name: str) -> None:
         self.store.pool.invalid_lists.discard(name)
-
-    async def get_key(self, name: str) -> str | None:
-        (found,) = (
-            self.store.pool.read_expiring(keys, name.removeprefix(prefix))
-            for prefix, keys in self._markers().items()
-            if name.startswith(prefix)
-        )
-        return found
 
     async def count_progress(self) -> int:
         return sum(entry.progress != b"" for entry in self.store.queue.entries.values())
@@ -317,9 +293,6 @@ class MemoryWorld(World):
         before, origin = self.store.pool.clock, self.store.pool.unix_origin
         self.store.pool.clock = lambda: before() - seconds
         self.store.pool.unix_origin = origin + seconds  # the markers' lifetimes are the server's own
-
-    async def step_queue_clock_back(self, seconds: float) -> None:
-        pass  # the clock belongs to the pool
 
     async def age_sequences(self, seconds: float) -> None:
         age_sequences_in_memory(self.store, seconds)

@@ -45,6 +45,7 @@ from tests.features.fault_scene import (
 )
 from tests.kernel.faults import Fault, InjectedError, list_methods
 from tests.kernel.scene import AnsweringGateway, Scene, run_in_scene
+from tests.memory_queue import MemoryQueue as QueueWithFeatures
 
 # An exception between two lookups leaves the call of the first one behind.
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
@@ -68,6 +69,7 @@ COLLABORATORS: list[type | ModuleType] = [
     OutcomeJudge,
     ParsedRequestCache,
     QueueAccess,
+    QueueWithFeatures,
     RequestMerger,
     RequestPipeline,
     RequestSender,
@@ -114,7 +116,9 @@ def test_exception_in_one_call_of_any_method_costs_nobody_a_result(
                 break
 
 
-@pytest.mark.parametrize("cls", [AnsweringGateway, Claimer, HealthWatch, MemoryQueue, ModelRouter])
+@pytest.mark.parametrize(
+    "cls", [AnsweringGateway, Claimer, HealthWatch, MemoryQueue, ModelRouter, QueueWithFeatures]
+)
 def test_cancelled_call_is_an_error_like_any_other(cls: type) -> None:
     """A library may raise CancelledError in a task that nobody has cancelled."""
     for fault in list_faults(cls, error=asyncio.CancelledError):

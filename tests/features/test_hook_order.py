@@ -11,10 +11,10 @@ from dispatcher.kernel.context import KernelContext
 from dispatcher.kernel.hooks import Hooks, LeasePart, join_hooks
 from dispatcher.kernel.options import Options
 from dispatcher.kernel.queue_access import QueueAccess
-from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
 from dispatcher.requests.lease_validity import LeaseValidity
 from dispatcher.requests.outcomes.outcome import RetryPolicy
 from tests.kernel.scene import open_limiter
+from tests.memory_queue import MemoryQueue, MemoryStore
 
 
 def test_joined_hooks_have_every_kind_of_each_feature_in_order() -> None:

@@ -14,7 +14,6 @@ from typing import Any
 from dispatcher.features.all_features import AllFeatures
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal
-from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.limit.budget import Policy, Reading, Signal
 from dispatcher.limit.limiter import Limiter
@@ -27,6 +26,7 @@ from dispatcher.settings.model import Settings
 from dispatcher.settings.warmups import WarmupFiles
 from dispatcher.telemetry.events import divert_events
 from dispatcher.telemetry.metrics import Metrics
+from tests.memory_queue import MemoryQueue, MemoryStore
 from tests.support import wait_until
 
 EPOCH = 1_764_000_000

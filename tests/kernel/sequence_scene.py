@@ -86,7 +86,5 @@ def build_turns(sequence_id: str, count: int, **fields: Any) -> list[tuple[str, 
 
 async def read_results(scene: Scene) -> dict[str, dict[str, Any]]:
     """Return all results of the default list by the id of their request."""
-    results = [
-        json.loads(each) for each in await scene.store.read_results(scene.store.default_result_list, 1000)
-    ]
+    results = [json.loads(each) for each in scene.store.list_results()]
     return {result["id"]: result for result in results}

@@ -15,7 +15,6 @@ from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal, Options
 from dispatcher.kernel.admission import LARGE_MEMBER_BYTES
 from dispatcher.kernel.loop import FLUSH_DELAY_S
-from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.limit.budget import Reading, Reason, Signal
 from dispatcher.limit.poll import Poll
@@ -27,6 +26,7 @@ from dispatcher.requests.submission import QueueUnavailableError, Submission
 from dispatcher.telemetry.events import Event
 from dispatcher.telemetry.metrics import Metrics
 from tests.kernel.scene import AnsweringGateway, Scene, UnreachableGateway, open_limiter, run_in_scene
+from tests.memory_queue import MemoryQueue, MemoryStore
 from tests.queue.factories import member
 
 NO_ANSWER = QueueUnavailableError("Redis did not answer in time")
@@ -262,7 +262,7 @@ def test_completions_of_one_kind_are_flushed_in_one_call() -> None:
         await scene.submit("r-1", "r-2", "r-3", "r-4")
         await asyncio.sleep(0.5)
         assert calls[:3] == [("settle", 2), ("release", 2), ("move_to_dead_letters", 1)]
-        assert len(await scene.store.list_dead(9)) == 1
+        assert len(scene.store.queue.dead) == 1
 
     run_in_scene(check, PartlyRefusingGateway())
 

@@ -28,7 +28,6 @@ from dispatcher.kernel.maintenance import (
 )
 from dispatcher.kernel.options import Options
 from dispatcher.kernel.queue_access import QueueAccess
-from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.limit.budget import Reason
 from dispatcher.queue.contract import (
@@ -51,6 +50,7 @@ from dispatcher.telemetry.events import Event, divert_events
 from dispatcher.telemetry.metrics import Metrics
 from tests.kernel.faults import Fault, inject
 from tests.kernel.scene import AnsweringGateway, open_limiter, request
+from tests.memory_queue import MemoryQueue, MemoryStore
 from tests.queue.factories import member
 
 START_S = 2.0

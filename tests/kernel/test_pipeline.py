@@ -18,7 +18,6 @@ from dispatcher.features.models.versions import FamilyTerms, PinScope
 from dispatcher.features.sequences.turns import Turn
 from dispatcher.kernel import Dispatcher, Journal, Options
 from dispatcher.kernel.options import FamilyOptions, VersionOptions
-from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.requests.outcomes.outcome import RetryPolicy
 from dispatcher.requests.request import encode_member
@@ -26,6 +25,7 @@ from dispatcher.requests.result import ErrorCode, decode_result
 from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.metrics import Metrics
 from tests.kernel.scene import AnsweringGateway, open_limiter
+from tests.memory_queue import MemoryQueue, MemoryStore
 
 CALL_S = 0.1
 """Duration of each call to the queue after a claim."""
@@ -106,7 +106,7 @@ class Bench:
 
     async def read_error(self) -> str:
         """Return the error of the only result. Empty if there is no result."""
-        found = await self.store.read_results(self.store.default_result_list, 10)
+        found = self.store.list_results()
         return str(decode_result(found[0]).error_code or "answered") if found else ""
 
 

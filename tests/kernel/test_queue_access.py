@@ -18,7 +18,6 @@ from dispatcher.kernel.queue_access import (
     explain_empty_claim,
 )
 from dispatcher.kernel.queue_steps import MAX_HOLD_S, PAUSE_S, QueueStep, StepKind
-from dispatcher.lab.memory_queue import MemoryStore
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.limit.budget import Reason
 from dispatcher.queue.contract import ClaimResult, LeaseCounts, Overload, Permit, RenewResult, SharedState
@@ -26,6 +25,7 @@ from dispatcher.requests.lease_validity import LeaseValidity
 from dispatcher.requests.submission import CallRefusedError, QueueUnavailableError
 from dispatcher.telemetry.events import Event, divert_events
 from tests.kernel.scene import QueueWithUnreadableMarkers, lease, open_limiter, request
+from tests.memory_queue import MemoryStore
 
 PERMIT = Permit(limit=32, read_at=100.0, lost_units=0, retry_after_max_s=60.0)
 OUTAGE = QueueUnavailableError("Redis refuses connections")

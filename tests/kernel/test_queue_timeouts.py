@@ -8,7 +8,6 @@ from typing import Any
 from dispatcher.features.sequences.turns import Turn
 from dispatcher.kernel import Options
 from dispatcher.kernel.options import index_options
-from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.limit.budget import Reason
 from dispatcher.queue.contract import Release
 from dispatcher.requests.outcomes.outcome import RetryPolicy
@@ -19,6 +18,7 @@ from dispatcher.requests.score import compute_score
 from dispatcher.requests.submission import Submission
 from tests.kernel.scene import Scene, UnreachableGateway, run_in_scene
 from tests.kernel.sequence_scene import read_results
+from tests.memory_queue import MemoryQueue
 from tests.queue.factories import claim
 
 PATH = "/v1/completions"

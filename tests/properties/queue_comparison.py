@@ -26,11 +26,20 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from dispatcher.features.models.queue.calls import ModelAdminCalls
-from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
 from dispatcher.lab.memory_queue.entries import Location
-from dispatcher.queue.contract import ClaimResult, Lease, LeaseCounts, Permit, RenewResult, SharedState
+from dispatcher.queue.contract import (
+    ClaimResult,
+    Lease,
+    LeaseCounts,
+    Permit,
+    RenewResult,
+    SharedState,
+    SweepSummary,
+)
 from dispatcher.queue.keys import QueueNames
 from dispatcher.requests.lanes import Lane
+from tests.memory_queue import MemoryQueue, MemoryStore
+from tests.properties import queue_oracle
 from tests.queue.factories import OwnerAndAdmin, parse_entry_id, parse_lease_units
 from tests.queue.key_checks import assert_only_known_keys
 from tests.queue.servers import Server, server
@@ -162,9 +171,7 @@ class QueueComparison(RuleBasedStateMachine):
         self.connections.raw.flushall()
         self.began_at = time.time()
         # On one machine, Redis TIME and time.time() are the same clock.
-        self.store = MemoryStore(
-            time.time, lease_s=LEASE_S, name=NAMES.queue, result_list=NAMES.result_list, dead_max=DEAD_MAX
-        )
+        self.store = MemoryStore(time.time, lease_s=LEASE_S, name=NAMES.queue, result_list=NAMES.result_list)
         self.dead_owner_detector = KnownEndedOwners()
         self.real: list[OwnerAndAdmin] = []
         self.twin: list[MemoryQueue] = []
@@ -173,13 +180,17 @@ class QueueComparison(RuleBasedStateMachine):
         ):
             client.lose_next_reply = False
             name = f"owner-{number}"
-            presence: dict[str, Any] = {
-                "owner_timeout_s": OWNER_TIMEOUT_S,
-                "dead_owner_detector": self.dead_owner_detector,
-            }
-            queue = OwnerAndAdmin(client, NAMES, name, lease_s=LEASE_S, dead_max=DEAD_MAX, **presence)
+            queue = OwnerAndAdmin(
+                client,
+                NAMES,
+                name,
+                lease_s=LEASE_S,
+                dead_max=DEAD_MAX,
+                owner_timeout_s=OWNER_TIMEOUT_S,
+                dead_owner_detector=self.dead_owner_detector,
+            )
             self.real.append(queue)
-            self.twin.append(MemoryQueue(self.store, name, clock=loop.time, **presence))
+            self.twin.append(MemoryQueue(self.store, name, clock=loop.time, owner_timeout_s=OWNER_TIMEOUT_S))
             for _ in range(3):  # measures the clock of the server precisely
                 loop.run_until_complete(queue.renew([]))
             loop.run_until_complete(self.twin[number].renew([]))
@@ -187,7 +198,7 @@ class QueueComparison(RuleBasedStateMachine):
         self.ended_leases: list[LeasePair] = []
         self.nonces: list[tuple[str, bool]] = [("", False)] * OWNERS
         self.written_results: Counter[tuple[str, bytes]] = Counter()
-        self.accepted_count = self.finished_count = self.serial_number = 0
+        self.accepted_count = self.finished_count = self.dropped_dead_count = self.serial_number = 0
         self.used_moments: set[int] = set()
         self.last_moment = 0
         self.time_error_s = 0.3
@@ -211,7 +222,17 @@ class QueueComparison(RuleBasedStateMachine):
             lose_reply and not self.connections.clients[owner].lose_next_reply
         )
         self.connections.clients[owner].lose_next_reply = False
-        return real, loop.run_until_complete(step(self.twin[owner], 1))
+        twin = loop.run_until_complete(step(self.twin[owner], 1))
+        self.dropped_dead_count += queue_oracle.drop_oldest_dead(self.store.queue, DEAD_MAX)
+        return real, twin
+
+    def sweep_both(self, owner: int, lose_reply: bool = False) -> tuple[SweepSummary, SweepSummary]:
+        ended = self.dead_owner_detector.owners
+        return self.run_on_both(
+            owner,
+            lambda queue, which: queue_oracle.sweep(queue, ended) if which else queue.sweep(),
+            lose_reply,
+        )
 
     def get_owner_time(self, owner: int, moment: int) -> float:
         """Return a moment by the owner's clock. Moments differ by more than any error of measurement."""
@@ -291,7 +312,7 @@ class QueueComparison(RuleBasedStateMachine):
         self.check_heartbeats(state)
         self.check_results(state)
         self.check_markers(state)
-        self.check_queue_admins_agree(state)
+        self.check_lookups(state)
 
     def check_each_request_is_stored_once(self, state: dict[str, Any]) -> None:
         locations = self.find_redis_locations(state)
@@ -301,8 +322,8 @@ class QueueComparison(RuleBasedStateMachine):
         }
         pending = dict(state[""])
         assert pending == {member: entry.score for member, entry in self.store.queue.pending.items()}
-        dropped = self.store.queue.dropped_dead_count
-        assert self.accepted_count == self.finished_count + dropped + len(locations) + len(pending)
+        ended_count = self.finished_count + self.dropped_dead_count
+        assert self.accepted_count == ended_count + len(locations) + len(pending)
 
     def find_redis_locations(self, state: dict[str, Any]) -> dict[int, tuple[str, bytes, float]]:
         """Return where each claimed request is stored in Redis. Fail if one is stored twice, or nowhere."""
@@ -337,20 +358,19 @@ class QueueComparison(RuleBasedStateMachine):
 
     def check_requests_waiting_for_models(self, state: dict[str, Any]) -> None:
         """Check that order and counts by model are those of the requests in the lane."""
-        waiting_entries = {
-            entry.id: entry for entry in self.store.queue.entries.values() if entry.missing_model
-        }
-        assert {int(name[-16:]) for name, _ in state["waiting-for-model"]} == set(waiting_entries)
+        queue = self.store.queue
+        model_by_entry = {entry_id: model for entry_id, (model, _) in queue.model_waits.items()}
+        assert {int(name[-16:]) for name, _ in state["waiting-for-model"]} == set(model_by_entry)
         order = [name.decode() for name, _ in state["waiting-for-model:order"]]
-        ordered_entries = sorted(
-            waiting_entries.values(),
-            key=lambda entry: (_encode_model_prefix(entry.missing_model), entry.score, entry.id),
+        expected_order = sorted(
+            (_encode_model_prefix(model), queue.entries[entry_id].score, entry_id)
+            for entry_id, model in model_by_entry.items()
         )
         assert [(name[:-33], int(name[-16:])) for name in order] == [
-            (_encode_model_prefix(entry.missing_model), entry.id) for entry in ordered_entries
+            (prefix, entry_id) for prefix, _, entry_id in expected_order
         ]
         counts = {name.decode(): count for name, count in state["waiting-for-model:counts"]}
-        assert counts == Counter(entry.missing_model for entry in waiting_entries.values())
+        assert counts == Counter(model_by_entry.values())
 
     def check_progress(self, state: dict[str, Any]) -> None:
         """Check that progress is stored for exactly the requests that have some, and that claims know of
@@ -401,15 +421,12 @@ class QueueComparison(RuleBasedStateMachine):
             NAMES.cancel_key(*name.split(":")) for name in self.store.queue.cancel_markers
         }
 
-    def check_queue_admins_agree(self, state: dict[str, Any]) -> None:
-        """Check that both return the same next requests, ordered by score and then by bytes."""
+    def check_lookups(self, state: dict[str, Any]) -> None:
+        """Check that the next requests are shown in their order: by score and then by bytes."""
 
-        async def read_queue(admin: Any) -> tuple[Any, list[tuple[float, bytes]]]:
-            waiting = await admin.open_calls(ModelAdminCalls).count_waiting_by_model()
-            return waiting, list(await admin.peek_next(1000))
-
-        loop = self.connections.loops[0]
-        counts, next_members = loop.run_until_complete(read_queue(self.real[0]))
+        admin, loop = self.real[0], self.connections.loops[0]
+        counts = loop.run_until_complete(admin.open_calls(ModelAdminCalls).count_waiting_by_model())
+        next_members = list(loop.run_until_complete(admin.peek_next(1000)))
         ranks = [((score, True), score, name) for name, score in state[""]]
         for suffix in ("returned", "suspects"):
             ranks += [((score, True), score, name[:-17]) for name, score in state[suffix]]
@@ -418,7 +435,7 @@ class QueueComparison(RuleBasedStateMachine):
             first = score if math.isinf(score) else score // SCORE_BAND * SCORE_BAND
             ranks.append(((first, False), score, name[:-17]))
         assert next_members == [(score, name) for _, score, name in sorted(ranks)]
-        assert (counts, next_members) == loop.run_until_complete(read_queue(self.store))
+        assert counts == loop.run_until_complete(self.store.count_waiting_by_model())
         assert counts == {name.decode(): count for name, count in state["waiting-for-model:counts"]}
 
     def teardown(self) -> None:

@@ -34,6 +34,7 @@ from dispatcher.queue.contract import ClaimResult, DeadLetter, Overload, Permit,
 from dispatcher.requests.lanes import Lane, rank_in_queue
 from dispatcher.requests.result import encode_answer
 from dispatcher.requests.submission import Submission
+from tests.properties import queue_oracle
 from tests.properties.queue_comparison import (
     LEASE_S,
     NAMES,
@@ -594,7 +595,7 @@ class QueueModel(QueueComparison):
             self._move_control(field, seconds)
         permit, overload = self.store.pool.shared_permit, self.store.pool.overload
         self.renew(owner, False)
-        real, twin = self.run_on_both(owner, lambda queue, _: queue.sweep())
+        real, twin = self.sweep_both(owner)
         assert (real.reclaimed_count, real.due_count, real.lost_units) == (
             twin.reclaimed_count,
             twin.due_count,
@@ -616,11 +617,11 @@ class QueueModel(QueueComparison):
     @rule(owner=owners, lose_reply=reply_losses)
     def sweep(self, owner: int, lose_reply: bool) -> None:
         if self.store.pool.swept_at is not None:
-            self.store.pool.swept_at = self.store.queue.swept_at = self.store.pool.clock() - self.swept_ago_s
+            self.store.pool.swept_at = self.store.pool.clock() - self.swept_ago_s
             ticks = dict.fromkeys(TICK_FIELDS, f"{time.time() - self.swept_ago_s:.6f}")
             self.connections.raw.hset(f"{NAMES.queue_prefix}:control", mapping=ticks)
         self.swept_ago_s = 0.0
-        real, twin = self.run_on_both(owner, lambda queue, _: queue.sweep())
+        real, twin = self.sweep_both(owner)
         assert (real.reclaimed_count, real.due_count, real.lost_units) == (
             twin.reclaimed_count,
             twin.due_count,
@@ -655,7 +656,7 @@ class QueueModel(QueueComparison):
         real, twin = (list(side.values()) for side in overdue)
         entries_by_location = {entry.location_token: entry for entry in self.store.queue.entries.values()}
         self.event_counts["expired waiting for model"] += sum(
-            entry.missing_model != ""
+            entry.closed_lane is Lane.WAITING_FOR_MODEL
             for one in twin
             if (entry := entries_by_location.get(one.location)) is not None
         )
@@ -683,13 +684,22 @@ class QueueModel(QueueComparison):
         pending = self.store.queue.count_requests().pending
         if purge:
             real, twin = self.run_on_both(
-                owner, lambda queue, which: (queue, self.store)[which].purge_dead(entries), lose_reply
+                owner,
+                lambda queue, which: (
+                    queue_oracle.purge_dead(self.store.queue, entries) if which else queue.purge_dead(entries)
+                ),
+                lose_reply,
             )
         else:
             dead_entries = [found[0] for entry in entries if (found := self.store.queue.dead.get(entry))]
             self.event_counts["requeued with progress"] += sum(one.progress != b"" for one in dead_entries)
             real, twin = self.run_on_both(
-                owner, lambda queue, which: (queue, self.store)[which].requeue_dead(entries, 4 * 10**9)
+                owner,
+                lambda queue, which: (
+                    queue_oracle.requeue_dead(self.store.queue, entries, 4 * 10**9)
+                    if which
+                    else queue.requeue_dead(entries, 4 * 10**9)
+                ),
             )
         assert real == twin or (lose_reply and purge)
         assert self.store.queue.count_requests().dead == dead - twin

@@ -34,8 +34,10 @@ from dispatcher.features.sequences.queue.steps import decode_granted_turn
 from dispatcher.features.sequences.queue.turn_end import TurnEnd
 from dispatcher.features.sequences.turns import OnError, SequenceSnapshot, SequenceStatus, Turn
 from dispatcher.queue.contract import DeadLetter, Release, Settlement
+from dispatcher.requests.lanes import Lane
 from dispatcher.requests.model_names import parse_model
 from dispatcher.requests.request import Request, parse_member
+from tests.properties import queue_oracle
 from tests.properties.queue_comparison import (
     NAMES,
     OWNERS,
@@ -457,7 +459,7 @@ class SequenceModel(QueueComparison):
 
     @rule(owner=owners)
     def sweep(self, owner: int) -> None:
-        real, twin = self.run_on_both(owner, lambda queue, _: queue.sweep())
+        real, twin = self.sweep_both(owner)
         assert (real.reclaimed_count, real.due_count, real.freed_count) == (
             twin.reclaimed_count,
             twin.due_count,
@@ -568,7 +570,7 @@ class SequenceModel(QueueComparison):
     @rule(owner=owners, name=names, action=st.sampled_from(["release", "abort", "cancel", "forget"]))
     def decide_as_operator(self, owner: int, name: str, action: str) -> None:
         async def run_action(queue: Any, which: int) -> Any:
-            admin = (queue, self.store)[which]
+            admin: Any = (queue, self.store)[which]
             if action == "abort":
                 return await open_sequences(admin).abort_sequence(name, "an operator: aborted it")
             return await getattr(admin, f"{action}_sequence")(name)
@@ -580,9 +582,13 @@ class SequenceModel(QueueComparison):
     @precondition(lambda self: self.store.queue.dead)
     @rule(owner=owners)
     def purge(self, owner: int) -> None:
-        dead = len(self.store.queue.dead)
-        self.run_on_both(owner, lambda queue, at: (queue, self.store)[at].purge_dead())
-        self.finished_count += dead
+        dead = list(self.store.queue.dead)
+        real, twin = self.run_on_both(
+            owner,
+            lambda queue, at: queue_oracle.purge_dead(self.store.queue, dead) if at else queue.purge_dead(),
+        )
+        assert real == twin == len(dead)
+        self.finished_count += len(dead)
 
     def check_state(self, state: dict[str, Any]) -> None:
         super().check_state(state)
@@ -621,7 +627,9 @@ class SequenceModel(QueueComparison):
         turn_names = [name[34:] for name, _ in state["sequences:turns"]]
         assert waiting == {int(name) for name in turn_names if not name.startswith(b"-")}
         queue = self.store.queue
-        assert waiting == {entry.id for entry in queue.entries.values() if entry.waits_for_turn}
+        assert waiting == {
+            entry.id for entry in queue.entries.values() if entry.closed_lane is Lane.SEQUENCED
+        }
         passed_count = sum(name.startswith(b"-") for name in turn_names)
         closed_count = len(state["sequences:closed-runs"])
         assert closed_count == len(queue.sequences.closed_runs)

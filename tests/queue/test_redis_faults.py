@@ -539,6 +539,18 @@ async def test_dead_requests_beyond_dead_max_are_dropped_oldest_first_and_report
     await assert_drained(client, NAMES)
 
 
+async def test_requeued_request_leaves_nothing_among_the_dead(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis
+) -> None:
+    await queue.submit([submission("r-1")])
+    lease = await claim_one(queue)
+    await queue.move_to_dead_letters([DeadLetter(answer(lease), "why")])
+    assert await queue.requeue_dead([lease.entry_id], 4_000_000_000) == 1
+    await queue.settle([answer(await claim_one(queue))])
+    await client.delete(NAMES.result_list)
+    await assert_drained(client, NAMES)
+
+
 @pytest.mark.parametrize("key", [suffix for suffix, _ in LUA_FEATURES["slices"].keys.values()])
 async def test_foreign_key_of_progress_stops_steps_before_their_first_write(
     queue: OwnerAndAdmin, client: redis.asyncio.Redis, key: str

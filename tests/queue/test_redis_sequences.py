@@ -15,7 +15,7 @@ from dispatcher.features.sequences.queue.turn_end import TurnEnd
 from dispatcher.features.sequences.turns import Turn
 from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 from dispatcher.requests.request import encode_member, parse_member
-from tests.queue.factories import NAMES, OwnerAndAdmin, answer, claim
+from tests.queue.factories import NAMES, OwnerAndAdmin, answer, claim, queues
 from tests.queue.servers import Server
 
 NEVER = 4 * 10**9
@@ -50,6 +50,26 @@ async def test_cancel_marker_is_kept_as_long_as_earlier_requests_may_wait(
     assert 900 < await client.ttl(key) <= 1000
     await calls.cancel_sequence("t")
     assert 600_000 < await client.ttl(f"{NAMES.queue_prefix}:sequences:cancelled:t") <= 604_800
+
+
+async def test_answered_requests_of_a_closed_run_leave_no_record_of_it(
+    any_server: Server, client: redis.asyncio.Redis
+) -> None:
+    turns = [Turn("s", index, secret=MINE) for index in range(3)]
+    members = [encode_member(f"r-{turn.index}", b"{}", NEVER, extra=turn) for turn in turns]
+    keys = [f"{NAMES.queue_prefix}:sequences:{suffix}" for suffix in ("closed-runs", "turns")]
+    async with queues(any_server.url, "a") as (queue,):
+        await client.zadd(NAMES.queue, {member: at for at, member in enumerate(members)})
+        leases = (await claim(queue)).leases
+        await queue.claim_turns(list(zip(leases, turns, strict=True)), SequenceTerms())
+        end = TurnEnd(turns[0], has_failed=True, cause="it broke")
+        await queue.settle([answer(leases[0]).copy_with(extra=end)])
+        for left_count in (2, 1):
+            assert await client.exists(*keys) == 2
+            assert len(await queue.find_remaining_requests(9)) == left_count
+            (remaining,) = await queue.find_remaining_requests(1)
+            assert await queue.settle_unleased([(remaining.request, answer(leases[0]))]) == 1
+        assert await client.exists(*keys) == 0
 
 
 def test_secret_and_cancel_markers_are_never_result_lists() -> None:

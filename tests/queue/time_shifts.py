@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from dispatcher.lab.memory_queue import MemoryStore
 from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.lua_files import FEATURE_POOL_KEYS
+from tests.memory_queue import MemoryStore
 
 _TIMES = (1, 6, 7, 14)
 """Positions of last_active_at, began_at, gap_since and check_at in a record (sequences.lua)."""
@@ -55,7 +55,7 @@ def age_model_registry_in_redis(raw: Any, names: QueueNames, seconds: float) -> 
 
 
 def age_model_registry_in_memory(store: MemoryStore, seconds: float) -> None:
-    registry = store.pool.model_registry
+    registry = store.queue.model_registry
     registry.warm_until = {name: until - seconds for name, until in registry.warm_until.items()}
     registry.lock_until = {name: until - seconds for name, until in registry.lock_until.items()}
     registry.in_use_until = {name: until - seconds for name, until in registry.in_use_until.items()}

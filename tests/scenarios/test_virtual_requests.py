@@ -75,7 +75,7 @@ async def test_failed_attempts_back_off_and_the_request_is_dead_lettered(stage: 
     (result,) = stage.results
     assert (result.id, result.error_code, result.status_code) == (name, "RETRIES_EXHAUSTED", 500)
     assert "it broke" in result.payload
-    (dead,) = await stage.store.list_dead(10)
+    ((dead, _),) = stage.store.queue.dead.values()
     assert dead.failed_attempts == 5, "the last failed attempt is counted, too"
 
 
@@ -117,7 +117,7 @@ async def test_request_that_kills_its_owners_is_isolated_and_dead_lettered(stage
     deliveries = sum(attempt.id == poison for attempt in stage.attempts)
     print(f"{deliveries} deliveries of the poison, all done after {took_s:.0f} s")
     assert stage.count_statuses() == {200: 300, "DELIVERIES_EXHAUSTED": 1}, "no other request is affected"
-    (dead,) = await stage.store.list_dead(10)
+    ((dead, _),) = stage.store.queue.dead.values()
     assert b"poison" in dead.member
     assert deliveries == 2 + 1 + stage.setting.retry.max_deliveries
 

@@ -18,7 +18,6 @@ from typing import Any
 
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Journal, Options
-from dispatcher.lab.memory_queue import MemoryStore
 from dispatcher.lab.simulation import virtual_loop
 from dispatcher.lab.simulation.dispatcher_policy import EPOCH, Replica
 from dispatcher.lab.simulation.metrics import Exporter, Signals
@@ -35,6 +34,7 @@ from dispatcher.requests.submission import Submission
 from dispatcher.requests.units import compute_units
 from dispatcher.telemetry.events import Event, divert_events
 from dispatcher.telemetry.metrics import Metrics as Counters
+from tests.memory_queue import MemoryStore
 
 TOKEN = "0" * 32
 

@@ -11,7 +11,6 @@ from typing import Any, cast
 import pytest
 
 from dispatcher.gateway.http_gateway import HttpGateway
-from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.limit.budget import Reading, Reason, Signal
 from dispatcher.queue.redis.owner import RedisQueue
@@ -25,6 +24,7 @@ from dispatcher.signals.kubernetes.capacity import NO_KUBERNETES, Endpoints
 from dispatcher.signals.poller import SourcePoll
 from dispatcher.telemetry import catalogue as series
 from dispatcher.telemetry.events import Event, divert_events
+from tests.memory_queue import MemoryQueue, MemoryStore
 
 START_S = 2.0
 CONFIG = """

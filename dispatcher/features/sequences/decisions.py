@@ -1,6 +1,6 @@
 """Decisions about turns in sequences, and counts of sequences.
 
-features/sequences/turns.py describes what producers write, lab/memory_queue/sequence_rules.py has the rules.
+features/sequences/turns.py describes what producers write, and README.md has the rules.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The turn of a request in its sequence, as producers write it, and the status of sequences.
 
 A sequence consists of requests that belong together and run in order, one at a time.
-docs/reference/queue-contract.md describes what a producer writes, and
-lab/memory_queue/sequence_rules.py has the rules.
+docs/reference/queue-contract.md describes what a producer writes, and README.md has the rules.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from enum import Enum
 
 from dispatcher.requests.lanes import Lane, choose_lane, count_losses
@@ -33,7 +32,7 @@ class Entry:
     """One accepted request, until its result."""
 
     __slots__ = (
-        "cancel_key",
+        "closed_lane",
         "deaths",
         "deliveries",
         "failed_attempts",
@@ -41,13 +40,11 @@ class Entry:
         "last_attempt",
         "location",
         "member",
-        "missing_model",
         "move_count",
         "progress",
         "refusals",
         "score",
         "units",
-        "waits_for_turn",
     )
 
     def __init__(self, member: bytes, score: float) -> None:
@@ -58,12 +55,8 @@ class Entry:
         self.move_count = 0
         self.units = 0
         """Number of units that it needs, as far as it is known. 0 if it was never leased."""
-        self.waits_for_turn = False
-        """True if it waits for its turn in a sequence."""
-        self.missing_model = ""
-        """Model that it waits for. Empty if it waits for none."""
-        self.cancel_key = ("", "")
-        """Request id and token by which it can be cancelled while it waits for its model."""
+        self.closed_lane: Lane | None = None
+        """Lane in which it waits for a feature. `None` if it waits for none."""
         self.deliveries = self.failed_attempts = self.refusals = self.deaths = 0
         self.last_attempt = ""
         self.progress = b""
@@ -74,16 +67,9 @@ class Entry:
 
     @property
     def lane(self) -> Lane | None:
-        if not (
-            self.deaths or self.waits_for_turn or self.missing_model or self.progress
-        ):  # true for most entries, and this runs often
-            return None
-        return choose_lane(
-            self.deaths,
-            waits_for_turn=self.waits_for_turn,
-            waits_for_model=self.missing_model != "",
-            has_progress=self.progress != b"",
-        )
+        if self.closed_lane is not None or not (self.deaths or self.progress):
+            return self.closed_lane  # `None` for most entries, and this runs often
+        return choose_lane(self.deaths, has_progress=self.progress != b"")
 
     @property
     def location_token(self) -> str:
@@ -135,37 +121,3 @@ class EntryHeap:
         if len(self.heap) > 2 * live_count + 1024:
             self.heap = [item for item in self.heap if item[5].move_count == item[4]]
             heapq.heapify(self.heap)
-
-
-class ModelWaitIndex:
-    """Entries that wait for their models: the number for each model, and the first of each."""
-
-    def __init__(self) -> None:
-        self.count_by_model: Counter[str] = Counter()
-        self._heaps: dict[str, list[tuple[float, int, int, Entry]]] = {}
-
-    def add_entry(self, entry: Entry) -> None:
-        self.count_by_model[entry.missing_model] += 1
-        heapq.heappush(
-            self._heaps.setdefault(entry.missing_model, []), (entry.score, entry.id, entry.move_count, entry)
-        )
-
-    def remove_entry(self, entry: Entry) -> None:
-        """Remove an entry, which then waits for no model."""
-        model, entry.missing_model = entry.missing_model, ""
-        self.count_by_model[model] -= 1
-        if not self.count_by_model[model]:
-            del self.count_by_model[model], self._heaps[model]
-
-    def find_first(self, models: Sequence[str]) -> Entry | None:
-        """Return the first entry that waits for one of these models, or `None`."""
-        heaps = [self._heaps[model] for model in models if model in self._heaps]
-        for heap in heaps:
-            # `remove_entry` deletes a heap with its last entry, so each heap has at least one current item.
-            while heap[0][3].move_count != heap[0][2]:
-                heapq.heappop(heap)
-        return min((heap[0] for heap in heaps), default=(0.0, 0, 0, None))[3]
-
-    def __iter__(self) -> Iterator[Entry]:
-        live = (item for heap in self._heaps.values() for item in heap)
-        return (entry for _, _, moves, entry in live if entry.move_count == moves)

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
-from dispatcher.features.models.queue.waiting import ReturnedRequests
-from dispatcher.features.models.registry import ModelRegistryState, PinRequest
-from dispatcher.features.sequences.decisions import SequenceTerms, TurnGranted
-from dispatcher.features.sequences.queue.calls import RemainingRequest
-from dispatcher.features.sequences.queue.steps import ClaimTurnsResult
-from dispatcher.features.sequences.turns import Turn
-from dispatcher.lab.memory_queue import results, sequences, steps
+from dispatcher.lab.memory_queue import results, steps
 from dispatcher.lab.memory_queue.entries import Entry
-from dispatcher.lab.memory_queue.queue_admin import MemoryStore
 from dispatcher.lab.memory_queue.state import LeaseRecord
 from dispatcher.lab.memory_queue.steps import Caller
+from dispatcher.lab.memory_queue.store import MemoryStore
 from dispatcher.lab.memory_queue.sweep import sweep
 from dispatcher.queue.contract import (
     ClaimResult,
@@ -36,7 +30,6 @@ from dispatcher.queue.contract import (
     SweepSummary,
     UnleasedRequest,
 )
-from dispatcher.queue.owners import DeadOwnerDetector
 from dispatcher.requests.forecast import QueueSnapshot
 from dispatcher.requests.lanes import ONE_PER_LANE, Lane
 from dispatcher.requests.queue_counts import QueueCounts
@@ -58,8 +51,6 @@ class MemoryQueue:
         clock: Callable[[], float] | None = None,
         poll_s: float = 0.2,
         owner_timeout_s: float = 5.0,
-        dead_owner_detector: DeadOwnerDetector | None = None,
-        max_pending: int = 0,
     ) -> None:
         self.store = store
         self.owner = owner
@@ -68,8 +59,6 @@ class MemoryQueue:
         self._clock = clock
         self._poll_s = poll_s
         self._timeout_s = owner_timeout_s
-        self._dead_owner_detector = dead_owner_detector
-        self._max_pending = max_pending
         self._wake_event = asyncio.Event()
         self._pool.wake_events.append(self._wake_event)
 
@@ -82,9 +71,15 @@ class MemoryQueue:
             self._pool.wake_events.remove(self._wake_event)
 
     def open_calls(self, calls: Callable[[Any], T]) -> T:
-        """Return this queue, which has the calls of all features itself."""
+        """Return this queue, which has those calls of features itself that every dispatcher makes."""
         itself: Any = self
         return cast("T", itself)
+
+    async def count_waiting_by_model(self) -> Mapping[str, int]:
+        return {}
+
+    async def find_remaining_requests(self, max_count: int) -> Sequence[Any]:
+        return ()
 
     def unix_now(self) -> float:
         return self._pool.unix_now()
@@ -144,17 +139,6 @@ class MemoryQueue:
         fits = steps.set_lease_units(self._queue, caller, lease_units, self._permit_in_pool_time(permit))
         return LeaseUnitsResult(fits, self._count_leases(caller), self._read_shared_state())
 
-    async def claim_turns(
-        self, turns: Sequence[tuple[Lease, Turn]], terms: SequenceTerms
-    ) -> ClaimTurnsResult:
-        caller = self._begin_step()
-        verdicts = sequences.claim_turns(self._queue, turns, terms)
-        return ClaimTurnsResult(verdicts, self._count_leases(caller), self._read_shared_state())
-
-    async def find_remaining_requests(self, max_count: int) -> Sequence[RemainingRequest]:
-        self._begin_step()
-        return sequences.find_remaining_requests(self._queue, max_count)
-
     async def share_state(self, permit: Permit, overload: Overload | None) -> RenewResult:
         caller = self._begin_step()
         if overload is not None:
@@ -177,14 +161,12 @@ class MemoryQueue:
         statuses = results.settle(queue, settlements, ready_entries)
         # An entry that waits in a lane waits for a claim.
         in_no_lane = [entry for entry in ready_entries if entry.lane is None]
-        taken = steps.claim_first_of(
-            queue, caller, nonce, self._permit_in_pool_time(permit), in_no_lane, returns_members=True
-        )
+        taken = steps.claim_first_of(queue, caller, nonce, self._permit_in_pool_time(permit), in_no_lane)
         waiting = queue.waiting_count - queue.count_passed_over({}, taken)
         return EndAndClaimResult(
             statuses,
             self._build_claim_result(caller, taken, waiting),
-            [_encode_granted_turn(sequences.get_granted_turn(queue, each.entry)) for each in taken],
+            [queue.get_extra(each.entry) for each in taken],
         )
 
     def _build_claim_result(
@@ -207,50 +189,9 @@ class MemoryQueue:
         statuses = steps.release(queue, caller.now, releases, continued)
         if not continued:
             return EndAndClaimResult(statuses, None)
-        taken = steps.claim_first_of(
-            queue, caller, nonce, self._permit_in_pool_time(permit), continued, returns_members=False
-        )
+        taken = steps.claim_first_of(queue, caller, nonce, self._permit_in_pool_time(permit), continued)
         waiting = queue.waiting_count - queue.count_passed_over({Lane.STARTED: len(taken) + 1}, taken)
         return EndAndClaimResult(statuses, self._build_claim_result(caller, taken, waiting))
-
-    async def return_waiting_for_models(self, models: Sequence[str]) -> ReturnedRequests:
-        self._begin_step()
-        return steps.return_waiting_for_models(self._queue, models)
-
-    async def count_waiting_by_model(self) -> Mapping[str, int]:
-        self._begin_step()
-        return steps.count_waiting_by_model(self._queue)
-
-    async def refresh_warm_markers(
-        self,
-        keep: Collection[tuple[str, str]],
-        remove: Collection[tuple[str, str]],
-        models_in_use: Collection[str],
-    ) -> ModelRegistryState:
-        return self._pool.model_registry.refresh_warm_markers(
-            self._begin_step().now, self.owner, keep, remove, models_in_use
-        )
-
-    async def read_model_registry(self) -> ModelRegistryState:
-        return self._pool.model_registry.read_state(self._begin_step().now)
-
-    async def take_warm_up_lock(self, model: str, endpoint: str) -> bool:
-        return self._pool.model_registry.take_warm_up_lock(
-            self._begin_step().now, self.owner, model, endpoint
-        )
-
-    async def mark_warm(self, model: str, endpoint: str) -> None:
-        self._pool.model_registry.release_warm_up_lock(
-            self._begin_step().now, self.owner, model, endpoint, is_warm=True
-        )
-
-    async def release_warm_up_lock(self, model: str, endpoint: str) -> None:
-        self._pool.model_registry.release_warm_up_lock(
-            self._begin_step().now, self.owner, model, endpoint, is_warm=False
-        )
-
-    async def pin_versions(self, pins: Sequence[PinRequest]) -> Sequence[str]:
-        return self._pool.model_registry.pin_versions(self._begin_step().now, pins)
 
     async def move_to_dead_letters(self, dead_letters: Sequence[DeadLetter]) -> Sequence[SettleStatus | None]:
         self._begin_step()
@@ -262,23 +203,9 @@ class MemoryQueue:
 
     async def sweep(self) -> SweepSummary:
         caller = self._begin_step()
-        self._queue.max_pending = self._max_pending
-        reclaimed, due, due_at, turns, revoked = sweep(self._queue, caller, ())
-        # Leases of owners that are proven to have ended are taken back in a second sweep, as in Redis.
-        if ended_owners := self._find_ended_owners():
-            more, _, due_at, again, _ = sweep(self._queue, caller, ended_owners)
-            reclaimed, turns = reclaimed + more, turns + again
+        reclaimed, due, due_at, freed = sweep(self._queue, caller)
         due_at = None if due_at is None else self._to_own_time(due_at)
-        return SweepSummary(reclaimed, due, due_at, self._pool.lost_units, turns + revoked)
-
-    def _find_ended_owners(self) -> Sequence[str]:
-        """Return the owners that hold leases and are proven to have ended."""
-        others = [owner for owner in self._pool.units_by_owner if owner != self.owner]
-        return (
-            self._dead_owner_detector.find_ended_owners(others)
-            if self._dead_owner_detector is not None
-            else ()
-        )
+        return SweepSummary(reclaimed, due, due_at, self._pool.lost_units, freed)
 
     async def find_overdue(self, max_count: int) -> Sequence[UnleasedRequest]:
         self._begin_step()
@@ -289,7 +216,8 @@ class MemoryQueue:
         return results.settle_unleased(self._queue, items)
 
     async def count_requests(self) -> QueueCounts:
-        return await self.store.count_requests()
+        self._begin_step()
+        return self._queue.count_requests()
 
     async def take_snapshot(self, rate: float | None = None, service_s: float = 0.0) -> QueueSnapshot:
         """Return a snapshot in which each score is a span of its own, whatever the rate."""
@@ -352,10 +280,6 @@ class MemoryQueue:
             probing_owner=pool.probing_owner,
             is_paused=pool.pause is not None,
         )
-
-
-def _encode_granted_turn(granted: TurnGranted) -> tuple[int, bytes, bool, bytes]:
-    return granted.index, granted.sticky_token.encode(), granted.is_first, granted.conversation
 
 
 def _to_lease(lease: LeaseRecord) -> Lease:

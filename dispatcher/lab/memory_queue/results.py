@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from dispatcher.features.sequences.queue.turn_end import TurnEnd
-from dispatcher.lab.memory_queue import sequences
 from dispatcher.lab.memory_queue.entries import NEVER_CLAIMED, Entry, Location
 from dispatcher.lab.memory_queue.state import QueueState
 from dispatcher.queue.contract import DeadLetter, Settlement, SettleStatus, UnleasedRequest
@@ -18,8 +16,8 @@ from dispatcher.requests.submission import CallRefusedError, QueueUnavailableErr
 def settle(
     queue: QueueState, ends: Sequence[Settlement | DeadLetter], ready_entries: list[Entry] | None = None
 ) -> list[SettleStatus | None]:
-    """Settle leases. Requests whose turn has come are added to `ready_entries`. A lease whose result cannot
-    be written stays, and does not hold up the others."""
+    """Settle leases. Requests that features free with them are added to `ready_entries`. A lease whose result
+    cannot be written stays, and does not hold up the others."""
     statuses: list[SettleStatus | None] = []
     stuck, now = None, queue.pool.clock()
     for end in ends:
@@ -31,10 +29,6 @@ def settle(
     if stuck is not None and not any(statuses):  # an error only if nothing at all was settled, as with Redis
         raise stuck
     return statuses
-
-
-def _get_turn_end(settlement: Settlement) -> TurnEnd | None:
-    return settlement.extra if isinstance(settlement.extra, TurnEnd) else None
 
 
 def _settle_lease(
@@ -53,17 +47,13 @@ def _settle_lease(
     status = _write_result(queue, settlement)
     pool.end_lease(grant)
     pool.settled_count += 1
-    ready_entries += sequences.end_turn(queue, grant.entry, _get_turn_end(settlement), now)
+    ready_entries += queue.end_entry(grant.entry, settlement, now)
     if dead_letter is None:
         queue.remove_entry(grant.entry)
     else:
         queue.move_entry(grant.entry, Location.DEAD)
         grant.entry.failed_attempts += dead_letter.is_failed_attempt
-        queue.dead[grant.entry.id] = (grant.entry, dead_letter.reason, pool.unix_now())
-        # A dict keeps the order of insertion, so its first entry died first.
-        while len(queue.dead) > queue.dead_max:
-            queue.remove_entry(next(iter(queue.dead.values()))[0])
-            queue.dropped_dead_count += 1
+        queue.dead[grant.entry.id] = (grant.entry, dead_letter.reason)
     return status
 
 
@@ -83,9 +73,6 @@ def _write_result(queue: QueueState, settlement: Settlement) -> SettleStatus:
         pool.result_lists.setdefault(name, deque()).appendleft(result)
     request_id, token = settlement.request_id, settlement.request_token
     if request_id and token:
-        for keys in (pool.foreign_active, pool.foreign_cancel):
-            if pool.read_expiring(keys, request_id) == token:
-                del keys[request_id]
         queue.cancel_markers.pop(f"{request_id}:{token}", None)
         tokens = queue.active_tokens.get(request_id, {})
         tokens.pop(token, None)
@@ -107,8 +94,6 @@ def find_overdue(queue: QueueState, max_count: int) -> list[UnleasedRequest]:
         moves, entry = queue.overdue.popleft()
         if entry.move_count == moves:
             queue.overdue.append((moves, entry))
-            if len(entry.member) > queue.max_member_bytes:
-                continue
             found.append(
                 UnleasedRequest(
                     entry.location_token,
@@ -135,5 +120,5 @@ def settle_unleased(queue: QueueState, items: Sequence[tuple[UnleasedRequest, Se
     for entry, settlement in there.values():
         _write_result(queue, settlement)
         queue.remove_entry(entry)
-        sequences.end_turn(queue, entry, _get_turn_end(settlement), now)
+        queue.end_entry(entry, settlement, now)
     return len(there)

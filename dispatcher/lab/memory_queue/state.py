@@ -12,24 +12,21 @@ import heapq
 import itertools
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from typing import Any
 
 import msgspec
 
-from dispatcher.features.models.counts import decode_counts as decode_models
-from dispatcher.features.sequences.decisions import SequenceCounts
-from dispatcher.features.slices.counts import decode_counts as decode_slices
-from dispatcher.lab.memory_queue.entries import NEVER_CLAIMED, Entry, EntryHeap, Location, ModelWaitIndex
-from dispatcher.lab.memory_queue.model_registry import MemoryModelRegistry
-from dispatcher.lab.memory_queue.sequence_rules import SequenceTable
-from dispatcher.queue.contract import Lease, Overload, Permit
+from dispatcher.features import import_modules
+from dispatcher.lab.memory_queue.entries import NEVER_CLAIMED, Entry, EntryHeap, Location
+from dispatcher.queue.contract import Lease, Overload, Permit, Release, Settlement
 from dispatcher.queue.keys import QueueNames
 from dispatcher.requests.lanes import CLOSED_LANES, Lane, rank_in_queue
-from dispatcher.requests.oversize import MAX_ENVELOPE_BYTES, cut_member
-from dispatcher.requests.queue_counts import FeatureCounts, QueueCounts
+from dispatcher.requests.queue_counts import QueueCounts
 from dispatcher.requests.result import NOT_A_LIST
 from dispatcher.requests.score import PRIORITIES, PRIORITY_STEP, decode_deadline
 from dispatcher.requests.submission import QueueUnavailableError
+
+_COUNTS_BY_FEATURE = import_modules("counts")
 
 
 def _get_place(entry: Entry, lane: Lane | None) -> tuple[float, bool, bytes, int]:
@@ -44,13 +41,10 @@ class LeaseRecord(msgspec.Struct):
     owner: str
     touched_at: float
     expires_at: float
-    is_abandoned: bool = False
-    """True if it ran out and no sweep took it back. It counts nothing then."""
 
 
 class PoolState:
-    """State that all owners of a pool share, whatever queue they claim from: leases, owners, limit and
-    overload.
+    """State that all owners of a pool share: leases, owners, limit and overload.
 
     `clock` stands for Redis TIME (seconds from any origin; the clock of the loop in virtual time).
     `unix_origin` is the Unix time at its zero. While `outage_message` is set, every call raises
@@ -69,7 +63,7 @@ class PoolState:
         self.invalid_lists: set[str] = set()
         """Names of keys that have another type than a list."""
         self.leases: dict[int, LeaseRecord] = {}
-        """Leases of all queues by entry. No entry belongs to two queues."""
+        """Leases by entry."""
         self.leased_units = 0
         """Number of units of all leases."""
         self.units_by_owner: Counter[str] = Counter()
@@ -77,15 +71,11 @@ class PoolState:
         self.expiries: list[tuple[float, int]] = []
         self.touched_entries: deque[tuple[float, int]] = deque()
         self.heartbeats: dict[str, float] = {}
-        self.foreign_active: dict[str, tuple[str, float]] = {}
-        self.foreign_cancel: dict[str, tuple[str, float]] = {}
-        """Markers of llm-d's producers by request id."""
         self.shared_permit: Permit | None = None
         self.overload: Overload | None = None
         self.probe_entry: int | None = None
         self.probe_reserved_until = float("-inf")
         self.pause: tuple[str, str] | None = None
-        self.model_registry = MemoryModelRegistry()
         self.lost_units = self.orphaned_units = self.settled_count = 0
         self.swept_at: float | None = None
         self.no_expiry_until = self.no_silence_until = float("-inf")
@@ -144,7 +134,7 @@ class PoolState:
     def end_lease(self, lease: LeaseRecord) -> int:
         """End a lease. Return the units that it counted."""
         del self.leases[lease.entry.id]
-        counted = 0 if lease.is_abandoned else lease.entry.units
+        counted = lease.entry.units
         self.add_owner_units(lease.owner, -counted)
         # A member of a merged call has 0 units while another lease counts for it, which is over now.
         lease.entry.units = lease.entry.units or 1
@@ -154,31 +144,26 @@ class PoolState:
 
 
 class QueueState:
-    """State of one queue: pending, returned, delayed and dead requests, and the markers of all of them."""
+    """State of one queue: pending, returned, delayed and dead requests, and the markers of all of them.
 
-    def __init__(self, pool: PoolState, names: QueueNames, *, dead_max: int, max_payload_bytes: int) -> None:
+    A queue with features overrides the methods at the end. They correspond to the hooks of the scripts.
+    """
+
+    def __init__(self, pool: PoolState, names: QueueNames) -> None:
         self.pool = pool
         self.names = names
-        self.dead_max = dead_max
-        self.max_member_bytes = max_payload_bytes + MAX_ENVELOPE_BYTES
-        self.max_pending = 0
-        """`queue.max_pending` as the newest sweep set it. 0 for no limit."""
-        self.dropped_dead_count = 0
-        """Number of dead requests that were dropped because there were more than `dead_max`."""
         self.pending: dict[bytes, Entry] = {}
         self.entries: dict[int, Entry] = {}
-        self.dead: dict[int, tuple[Entry, str, float]] = {}
+        self.dead: dict[int, tuple[Entry, str]] = {}
+        """Dead requests with their reasons, by entry. The first one died first."""
         self.count_by_location = dict.fromkeys(Location, 0)
         self.waiting_by_lane: dict[Lane | None, EntryHeap] = {lane: EntryHeap() for lane in (None, *Lane)}
         """Waiting entries by lane. `None` for those in no lane."""
         self.count_by_lane: Counter[Lane] = Counter()
         """Number of waiting entries by lane."""
-        self.model_waits = ModelWaitIndex()
         self.delayed = EntryHeap()
         self.deadlines = EntryHeap()
         self.overdue: deque[tuple[int, Entry]] = deque()
-        self.swept_at: float | None = None
-        """Time of the last sweep."""
         self.claims_by_nonce: OrderedDict[tuple[str, str], tuple[float, tuple[str, ...], tuple[int, ...]]] = (
             OrderedDict()
         )
@@ -186,9 +171,6 @@ class QueueState:
         deletions."""
         self.active_tokens: dict[str, dict[str, float]] = {}
         """Tokens that can be cancelled under each id, with the time until which they can."""
-        self.sequences = SequenceTable()
-        self.restored_names: set[str] = set()
-        """Names of the requests that were copied from another queue."""
         self.cancel_markers: dict[str, tuple[str, float]] = {}
         """Cancel markers by `id:token`."""
 
@@ -213,19 +195,10 @@ class QueueState:
             dead=count[Location.DEAD],
             units=self.pool.leased_units,
         ).add_features(
-            [
-                self._count_sequences(),
-                decode_models(lanes[Lane.WAITING_FOR_MODEL]),
-                decode_slices(lanes[Lane.STARTED]),
-            ]
+            _COUNTS_BY_FEATURE[name].decode_counts(lanes[lane])
+            for name, lane in (("models", Lane.WAITING_FOR_MODEL), ("slices", Lane.STARTED))
+            if name in _COUNTS_BY_FEATURE
         )
-
-    def _count_sequences(self) -> FeatureCounts:
-        waiting = self.count_by_lane[Lane.SEQUENCED]
-        counts = SequenceCounts.from_statuses(
-            self.sequences.status_counts, waiting, self.sequences.count_overrides()
-        )
-        return FeatureCounts((counts, replace(self.sequences.counters)), closed=waiting)
 
     @property
     def waiting_count(self) -> int:
@@ -250,21 +223,12 @@ class QueueState:
         """Iterate over score, member and entry of all waiting requests, in no order."""
         return itertools.chain.from_iterable(each.iterate_live() for each in self.waiting_by_lane.values())
 
-    def iterate_claimable(self) -> Iterator[tuple[tuple[float, bool], float, bytes, int]]:
-        """Iterate over rank, score, member and entry of the requests that a claim may take, in no order."""
-        for lane, waiting in self.waiting_by_lane.items():
-            if lane not in CLOSED_LANES:
-                for score, member, entry_id in waiting.iterate_live():
-                    yield rank_in_queue(score, lane), score, member, entry_id
-
     def move_entry(self, entry: Entry, location: Location, due_at: float = 0.0) -> None:
         """Move an entry to a location. All its items in other heaps are outdated from then on."""
         if entry.move_count:  # an entry without moves is new and was not counted yet
             self.count_by_location[entry.location] -= 1
             if entry.location is Location.RETURNED and (lane := entry.lane) is not None:
-                self.count_by_lane[lane] -= 1
-                if lane is Lane.WAITING_FOR_MODEL:
-                    self.model_waits.remove_entry(entry)
+                self.leave_lane(entry, lane)
         entry.move_count += 1
         entry.location = location
         if location is Location.GONE:
@@ -278,21 +242,19 @@ class QueueState:
         else:
             lane = entry.lane
             if lane is not None:
-                self.count_by_lane[lane] += 1
-                if lane is Lane.WAITING_FOR_MODEL:
-                    self.model_waits.add_entry(entry)
+                self.enter_lane(entry, lane)
             self.waiting_by_lane[lane].push_entry(entry.score, entry)
         # Higher scores contain no priority and no deadline.
         if entry.score < len(PRIORITIES) * PRIORITY_STEP:
             self.deadlines.push_entry(decode_deadline(entry.score), entry)
 
-    def leave_lane(self, entry: Entry) -> None:
-        """Let an entry whose turn in its sequence has come leave its lane."""
-        if entry.location is Location.RETURNED and entry.waits_for_turn:
-            self.count_by_lane[Lane.SEQUENCED] -= 1
-            entry.waits_for_turn = False
-            if (lane := entry.lane) is not None:
-                self.count_by_lane[lane] += 1
+    def enter_lane(self, entry: Entry, lane: Lane) -> None:
+        self.count_by_lane[lane] += 1
+
+    def leave_lane(self, entry: Entry, lane: Lane) -> None:
+        """An entry that leaves a closed lane waits for no feature any more."""
+        self.count_by_lane[lane] -= 1
+        entry.closed_lane = None
 
     def put_back(self, entry: Entry) -> None:
         """Push an entry again that was popped and has not moved."""
@@ -325,8 +287,6 @@ class QueueState:
         """Lease an entry. `assumed_units` are the units that it counts if it was never leased."""
         if entry.location is Location.PENDING:
             del self.pending[entry.member]
-            if len(entry.member) > self.max_member_bytes:
-                entry.member = cut_member(entry.member)
         if entry.id == NEVER_CLAIMED:
             entry.id = self.pool.next_entry_id()
             self.entries[entry.id] = entry
@@ -336,11 +296,29 @@ class QueueState:
         return self.pool.grant_lease(entry, owner, now)
 
     def find_lease(self, lease: Lease) -> LeaseRecord | None:
-        """Return the record of a lease if it is still valid and belongs to this queue."""
+        """Return the record of a lease if it is still valid."""
         grant = self.pool.leases.get(lease.entry_id)
-        if grant is None or grant.token != lease.token or lease.entry_id not in self.entries:
-            return None
-        return grant
+        return None if grant is None or grant.token != lease.token else grant
 
     def find_list_problem(self, name: str) -> str | None:
         return NOT_A_LIST if name in self.pool.invalid_lists else self.names.find_list_problem(name)
+
+    def hold_entry(self, entry: Entry, release: Release) -> None:
+        """Let an entry wait for the feature whose `extra` its release has."""
+        raise NotImplementedError
+
+    def end_entry(self, entry: Entry, settlement: Settlement, now: float) -> Sequence[Entry]:
+        """End what features keep of an entry. Return the entries that they free with it."""
+        return ()
+
+    def get_extra(self, entry: Entry) -> Any:
+        """Return what a feature returns with the lease of an entry that it has freed."""
+        raise NotImplementedError
+
+    def free_entries(self) -> int:
+        """Free the entries that features let go at a sweep. Return their number."""
+        return 0
+
+    def shift_times(self, delta_s: float) -> None:
+        """Shift the stored times, because the clock has stepped back."""
+        self.delayed.shift_keys(delta_s)

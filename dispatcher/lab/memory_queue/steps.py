@@ -3,6 +3,7 @@
 The sweep and the writing of results have modules of their own. All times are those of the pool's clock. No
 step awaits, so each is atomic. Scripts for a Cluster, for a slow network or for questions about the server
 have no counterpart here: push_results, delete_marker, cut_member, check_result_lists, check_permissions.
+Neither have limits of sizes and numbers, such as `queue.max_pending`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,9 @@ from operator import itemgetter
 
 import msgspec
 
-from dispatcher.features.models.queue.waiting import MAX_RETURNED_PER_CALL, ModelWait, ReturnedRequests
 from dispatcher.lab.memory_queue.entries import Entry, Location
 from dispatcher.lab.memory_queue.state import LeaseRecord, PoolState, QueueState
 from dispatcher.queue.constants import (
-    CLAIM_BYTES,
     CLOCK_STEP_S,
     JUST_LEASED_S,
     MAX_PASSED_OVER,
@@ -26,7 +25,7 @@ from dispatcher.queue.constants import (
 )
 from dispatcher.queue.contract import Lease, Overload, Permit, Release, SettleStatus
 from dispatcher.requests.forecast import MAX_REPLICAS_LISTED, QueueSnapshot, Replica, summarize_requests
-from dispatcher.requests.lanes import CLOSED_LANES, Lane, compute_lane_room, shorten_model_name
+from dispatcher.requests.lanes import CLOSED_LANES, Lane, compute_lane_room
 
 _ONE_OF_EACH_OPEN = dict.fromkeys(set(Lane) - CLOSED_LANES, 1)
 """Room of 1 for each lane that is not closed, to find the request that comes first of all."""
@@ -155,7 +154,6 @@ def _lease_first(
     left = dict(max_per_lane)
     taken: list[LeaseRecord] = []
     passed: list[Entry] = []
-    size = 0
     while room > 0 and len(taken) < max_count:
         source = queue.next_source(left)
         entry = None if source is None else source.peek_entry()
@@ -170,11 +168,6 @@ def _lease_first(
             passed.append(source.pop_entry())
             continue
         if weighs > room:
-            break
-        size += len(entry.member)
-        if entry.progress:
-            size += len(entry.progress)
-        if taken and size > CLAIM_BYTES:
             break
         if entry.lane is not None:
             left[entry.lane] -= 1
@@ -192,24 +185,15 @@ def claim_first_of(
     nonce: str,
     permit: Permit,
     entries: Sequence[Entry],
-    *,
-    returns_members: bool,
 ) -> list[LeaseRecord]:
-    """Lease those of the entries that the next claim would lease first.
-
-    `returns_members` says that the reply has their members, which must not be too large then.
-    """
+    """Lease those of the entries that the next claim would lease first."""
     _, room = _get_limit_and_room(queue.pool, caller, permit, is_probe=False) if entries else (0, 0)
     taken: list[LeaseRecord] = []
-    size = 0
     while room > 0:
         source = queue.next_source(_ONE_OF_EACH_OPEN)
         entry = None if source is None else source.peek_entry()
         # Stop at the first request that is not one of them: a claim would lease it before the others.
         if source is None or entry is None or entry not in entries or entry.units > room:
-            break
-        size += len(entry.member)
-        if returns_members and (len(entry.member) > queue.max_member_bytes or size > CLAIM_BYTES):
             break
         room -= entry.units
         taken.append(queue.lease_entry(source.pop_entry(), caller.owner, caller.now, entry.units))
@@ -223,8 +207,7 @@ def _find_claim(queue: QueueState, owner: str, nonce: str) -> list[LeaseRecord] 
     if known is None:
         return None
     grants = (queue.pool.leases.get(entry) for entry in known[2])
-    held = [each for each in grants if each is not None and each.token in known[1]]
-    return [each for each in held if not each.is_abandoned]
+    return [each for each in grants if each is not None and each.token in known[1]]
 
 
 def _remember_claim(queue: QueueState, caller: Caller, nonce: str, taken: Sequence[LeaseRecord]) -> None:
@@ -253,7 +236,7 @@ def renew(
     lost = []
     for lease in leases:
         grant = queue.find_lease(lease)
-        if grant is None or grant.is_abandoned:
+        if grant is None:
             lost.append(lease.entry_id)
             continue
         grant.touched_at = now
@@ -288,7 +271,7 @@ def set_lease_units(
     fits = []
     for lease, units in lease_units:
         grant = queue.find_lease(lease)
-        if grant is None or grant.is_abandoned:
+        if grant is None:
             fits.append(False)
             continue
         entry = grant.entry
@@ -345,9 +328,8 @@ def release(
         queue.pool.end_lease(grant)
         if release_.new_score is not None:
             entry.score = release_.new_score
-        if isinstance(release_.extra, ModelWait):
-            entry.missing_model = shorten_model_name(release_.extra.model)
-            entry.cancel_key = release_.cancel_key
+        if release_.extra is not None:
+            queue.hold_entry(entry, release_)
             queue.move_entry(entry, Location.RETURNED)
         elif release_.delay_s > 0:
             queue.move_entry(entry, Location.DELAYED, now + release_.delay_s)
@@ -359,33 +341,11 @@ def release(
     return statuses
 
 
-def return_waiting_for_models(queue: QueueState, models: Sequence[str]) -> ReturnedRequests:
-    names = list(dict.fromkeys(map(shorten_model_name, models)))
-    moved = 0
-    while moved < MAX_RETURNED_PER_CALL and (entry := queue.model_waits.find_first(names)) is not None:
-        queue.move_entry(entry, Location.RETURNED)
-        moved += 1
-    return ReturnedRequests(moved, sum(queue.model_waits.count_by_model[name] for name in names))
-
-
 # Looking.
 
 
-def count_waiting_by_model(queue: QueueState) -> dict[str, int]:
-    """Return the number of waiting requests by model. If there are too many models, each call returns
-    others."""
-    counts = list(queue.model_waits.count_by_model.items())
-    from_ = int(queue.pool.unix_now() * 1e6) % len(counts) if len(counts) > 1000 else 0
-    return dict((counts[from_:] + counts[:from_])[:1000])
-
-
 def is_cancelled(queue: QueueState, request_id: str, token: str) -> bool:
-    pool = queue.pool
-    markers = (
-        pool.read_expiring(queue.cancel_markers, f"{request_id}:{token}"),
-        pool.read_expiring(pool.foreign_cancel, request_id),
-    )
-    return token != "" and token in markers
+    return token != "" and queue.pool.read_expiring(queue.cancel_markers, f"{request_id}:{token}") == token
 
 
 def take_snapshot(queue: QueueState, caller: Caller) -> QueueSnapshot:

@@ -7,16 +7,13 @@ import heapq
 from collections import deque
 from collections.abc import Collection
 
-from dispatcher.lab.memory_queue import sequences
 from dispatcher.lab.memory_queue.entries import Location
 from dispatcher.lab.memory_queue.state import LeaseRecord, PoolState, QueueState
-from dispatcher.lab.memory_queue.steps import Caller, is_cancelled
+from dispatcher.lab.memory_queue.steps import Caller
 from dispatcher.queue.constants import CLOCK_STEP_S, SWEEP_GAP_S
 
 
-def sweep(
-    queue: QueueState, caller: Caller, ended_owners: Collection[str]
-) -> tuple[int, int, float | None, int, int]:
+def sweep(queue: QueueState, caller: Caller) -> tuple[int, int, float | None, int]:
     """Sweep the queue. Return the number of reclaimed leases, the number of delayed requests that were due,
     the time when the next one is due, the number of turns in sequences that have come, and the number of
     cancelled requests that waited for their model."""
@@ -25,6 +22,7 @@ def sweep(
         gap_s = now - pool.swept_at
         if gap_s < -CLOCK_STEP_S:
             _follow_clock_step(pool, caller, gap_s)
+            queue.shift_times(gap_s)
         # After a gap between sweeps, living owners first get time to renew and to send a heartbeat.
         if gap_s > pool.lease_s / 3:
             pool.no_expiry_until = now + pool.lease_s / 3
@@ -32,30 +30,21 @@ def sweep(
             longest_s = min(max(pool.heartbeats.values(), default=0.0) - pool.swept_at, pool.lease_s)
             quiet_s = max(longest_s, caller.timeout_s)
             pool.no_silence_until = max(pool.no_silence_until, now + quiet_s)
-    if queue.swept_at is not None and now - queue.swept_at < -CLOCK_STEP_S:
-        queue.delayed.shift_keys(now - queue.swept_at)
-        queue.sequences.shift_checks(now - queue.swept_at)
-    pool.swept_at = queue.swept_at = now
+    pool.swept_at = now
     pool.record_heartbeat(caller.owner, caller.timeout_s, now)
-    # The leases of silent owners and late leases are orphaned: their requests may still run. Those of owners
-    # that are proven to have ended are not.
+    # The leases of silent owners and late leases are orphaned: their requests may still run.
     before = pool.lost_units
     reclaimed = (
-        _reclaim_from_owners(queue, _find_silent_owners(pool, now)) if now >= pool.no_silence_until else 0
+        reclaim_from_owners(queue, _find_silent_owners(pool, now)) if now >= pool.no_silence_until else 0
     )
     reclaimed += _reclaim_expired(queue, now) if now >= pool.no_expiry_until else 0
     pool.orphaned_units += pool.lost_units - before
-    reclaimed += _reclaim_from_owners(queue, ended_owners)
     due = 0
     while (due_at := queue.delayed.first_key()) is not None and due_at <= now:
         queue.move_entry(queue.delayed.pop_entry(), Location.RETURNED)
         due += 1
     queue.deadlines.drop_stale(sum(queue.count_by_location.values()))
-    turns = sequences.sweep_sequences(queue)
-    cancelled = [entry for entry in queue.model_waits if is_cancelled(queue, *entry.cancel_key)]
-    for entry in cancelled:
-        queue.move_entry(entry, Location.RETURNED)
-    return reclaimed, due, due_at, turns, len(cancelled)
+    return reclaimed, due, due_at, queue.free_entries()
 
 
 def _follow_clock_step(pool: PoolState, caller: Caller, delta_s: float) -> None:
@@ -89,32 +78,19 @@ def _reclaim_lease(queue: QueueState, lease: LeaseRecord) -> None:
     queue.move_entry(lease.entry, Location.RETURNED)
 
 
-def _abandon_lease(pool: PoolState, lease: LeaseRecord) -> None:
-    """Let a lease of a queue that is no longer swept count nothing. The next sweep of its queue returns the
-    request."""
-    pool.add_owner_units(lease.owner, -lease.entry.units)
-    pool.lost_units += lease.entry.units
-    lease.is_abandoned = True
-    if pool.probe_entry == lease.entry.id:
-        pool.probe_entry = None
-
-
-def _reclaim_from_owners(queue: QueueState, owners: Collection[str]) -> int:
+def reclaim_from_owners(queue: QueueState, owners: Collection[str]) -> int:
     pool = queue.pool
-    owned_leases = [grant for grant in pool.leases.values() if grant.owner in owners] if owners else []
-    reclaimed = [grant for grant in owned_leases if grant.entry.id in queue.entries]
+    reclaimed = [grant for grant in pool.leases.values() if grant.owner in owners] if owners else []
     for grant in reclaimed:
         _reclaim_lease(queue, grant)
     for owner in owners:
-        if not pool.units_by_owner[owner]:  # otherwise, sweeps of other queues still need to find the owner
-            pool.heartbeats.pop(owner, None)
+        pool.heartbeats.pop(owner, None)
     return len(reclaimed)
 
 
 def _reclaim_expired(queue: QueueState, now: float) -> int:
     pool = queue.pool
     reclaimed = 0
-    elsewhere = []
     while pool.expiries and pool.expiries[0][0] <= now:
         _, entry_id = heapq.heappop(pool.expiries)
         grant = pool.leases.get(entry_id)
@@ -122,14 +98,7 @@ def _reclaim_expired(queue: QueueState, now: float) -> int:
             continue
         if grant.expires_at > now:  # renewed since it was pushed
             heapq.heappush(pool.expiries, (grant.expires_at, entry_id))
-        elif entry_id in queue.entries:
+        else:
             _reclaim_lease(queue, grant)
             reclaimed += 1
-        else:
-            # The sweeps of its own queue would have taken it back by now, if there were any.
-            if not grant.is_abandoned and now >= max(grant.expires_at, pool.no_expiry_until) + pool.lease_s:
-                _abandon_lease(pool, grant)
-            elsewhere.append((grant.expires_at, entry_id))
-    for late in elsewhere:
-        heapq.heappush(pool.expiries, late)
     return reclaimed

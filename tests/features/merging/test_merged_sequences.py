@@ -21,7 +21,6 @@ from dispatcher.features.sequences.turns import OnError, Turn
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal, Options
 from dispatcher.kernel.options import index_options
-from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.limit.budget import Policy, Reading, Signal
 from dispatcher.limit.limiter import Limiter
@@ -33,6 +32,7 @@ from dispatcher.requests.result import PoppedResult, decode_result
 from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.metrics import Metrics
 from tests.kernel.scene import find_part
+from tests.memory_queue import MemoryQueue, MemoryStore
 
 PATH = "/v2/models/counter/infer"
 CALL_S, ITEM_S = 0.005, 0.0001

@@ -723,7 +723,7 @@ def test_weights_divide_requests_and_the_same_id_gets_the_same_version() -> None
 def test_observer_reads_the_model_registry_and_writes_nothing() -> None:
     async def check(scene: Scene) -> None:
         other = type(scene.queue)(scene.store, "b")
-        registry = scene.store.pool.model_registry
+        registry = scene.store.queue.model_registry
         update_listings(scene, a="qwen-v1 qwen-v2")
         await asyncio.sleep(2 * EXCHANGE_INTERVAL_S)
         assert (registry.warm_until, registry.lock_until, registry.in_use_until) == ({}, {}, {})

@@ -29,7 +29,6 @@ from dispatcher.features.models.warmup import WarmupRequest
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal, Options
 from dispatcher.kernel.options import FamilyOptions, VersionOptions, index_options
-from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.limit.budget import Reason
 from dispatcher.queue.contract import Permit, Release
 from dispatcher.requests.outcomes.outcome import (
@@ -53,6 +52,7 @@ from tests.kernel.model_scene import (
     update_listings,
 )
 from tests.kernel.scene import AnsweringGateway, Scene, open_limiter, run_in_scene
+from tests.memory_queue import MemoryQueue
 
 T = TypeVar("T")
 CHAT = "/v1/chat/completions"
@@ -642,7 +642,7 @@ class StalledOwner:
     def __init__(self, scene: Scene, gateway: WarmUpGateway, warm_up_options: Options) -> None:
         self.clock_offset_s = 0.0
         self.warm_up_calls = gateway.warm_up_calls
-        self.registry = scene.store.pool.model_registry
+        self.registry = scene.store.queue.model_registry
         loop = asyncio.get_running_loop()
         self.dispatcher = Dispatcher(
             MemoryQueue(scene.store, "hung"),

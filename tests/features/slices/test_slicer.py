@@ -22,7 +22,6 @@ from dispatcher.features.slices.support import DOUBT_S, EQUAL_S, MAX_TEMPLATE_OP
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Options
 from dispatcher.kernel.options import FamilyOptions, VersionOptions
-from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.lab.standin.generation_api import GenerationConfig
 from dispatcher.limit.budget import Policy, Reading, Signal
 from dispatcher.limit.poll import Poll
@@ -50,6 +49,7 @@ from tests.features.slices.slice_scene import (
 )
 from tests.kernel.model_scene import update_listings
 from tests.kernel.scene import Scene, run_in_scene
+from tests.memory_queue import MemoryQueue
 from tests.queue.factories import claim
 
 

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from dispatcher.features.models.registry import PinRequest
-from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
-from dispatcher.queue.contract import DeadLetter, Overload, Permit, Release, Settlement
+from dispatcher.queue.contract import Overload, Permit, Release, Settlement
 from dispatcher.requests.submission import QueueUnavailableError
+from tests.memory_queue import MemoryQueue, MemoryStore
 
 
 class Clock:
@@ -85,17 +85,6 @@ async def test_unavailable_store_fails_every_call_and_keeps_its_data() -> None:
     store.outage_message = None
     assert await queue.settle([Settlement(lease, b"r", "")]) == ["done"]
     assert store.pop_result() == b"r"
-
-
-async def test_oldest_dead_letters_are_dropped_first() -> None:
-    store = MemoryStore(Clock(), dead_max=2)
-    queue = MemoryQueue(store, "owner")
-    for number in range(5):
-        store.add_member(b"%d" % number, number)
-    leases = (await queue.claim(5, "a", Permit(5, 0, 0))).leases
-    await queue.move_to_dead_letters([DeadLetter(Settlement(lease, b"", ""), "why") for lease in leases])
-    assert [dead.member for dead in await store.list_dead(9)] == [b"3", b"4"]
-    assert store.queue.dropped_dead_count == 3
 
 
 async def test_claims_do_not_get_slower_with_more_pending_requests() -> None:

@@ -1,6 +1,6 @@
--- Sequences: requests with one sequence id run in order, one at a time. lab/memory_queue/sequence_rules.py has the rules
--- and explains the words: a run of a sequence lasts from its begin to its end; a slot is the place of a request in a
--- run; the next request is the one whose turn it is.
+-- Sequences: requests with one sequence id run in order, one at a time. features/sequences/README.md has the rules. A run
+-- of a sequence lasts from its begin to its end; a slot is the place of a request in a run; the next request is the one
+-- whose turn it is.
 -- Uses: common, byte_order
 --
 -- SEQUENCES   the record of each sequence by its id (packed, see `unpack_sequence`); under '', what all sequences share

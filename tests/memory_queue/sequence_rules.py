@@ -1,35 +1,11 @@
-"""Rules of sequences: requests that belong together run in order, one at a time.
+"""Rules of sequences as plain Python: the oracle of tests/properties/test_sequence_model.py.
+
+features/sequences/README.md has the rules in words, and features/sequences/lua/sequences.lua implements them.
 
     claim turn  a leased request asks for its turn: it becomes the next request of its sequence
                 (`TurnGranted`), waits (`TurnWaits`), or is rejected for ever (`TurnRejected`)
     end         a request has ended for good: the step that ends it also chooses the next request
     sweep       time has passed: a missing index is no longer waited for, or a run is over
-
-The memory queue executes these rules directly. features/sequences/lua/sequences.lua implements them in Redis,
-state by state, and tests/properties/test_sequence_model.py verifies that both agree.
-
-    order   A sequence run expects indexes from 0, or from the index of the reset that began it. A request
-            without an index gets the one after all known indexes. The next request is always the lowest that
-            waits. It is granted its turn if its index is the expected one, or if the expected one was waited
-            for `gap_s`. A request that ended before its turn marks its index as passed, and is not waited
-            for.
-    runs    A reset begins a further run after the present one, and all later requests join that run. A run
-            ends with its last request, by idle time, by age, by abort or by cancel. Requests that still wait
-            begin the next run (`SequenceRun.expected_index` is then the first of them), or are rejected.
-    active  At most max_active sequences are active, and of those with an override (`SequenceOverride`) at
-            most its own max_active. Others are parked. When there is room, the parked sequence with the best
-            score begins, of those whose override has room. The override of a run is that of its first
-            request. If a reset begins a run with another override that has no room, the sequence is parked
-            again.
-    owner   The request that begins a sequence determines its owner (`Turn.owner`: a secret, or a result
-            list). Requests of other owners are rejected while the sequence is known, and change nothing in
-            it.
-    cancel  A cancel ends the sequence and leaves a mark (`CancelMark`). A request that was submitted before
-            the cancel is rejected as CANCELLED when it claims its turn, or ends earlier and leaves no trace
-            in the sequence. A request that was submitted afterwards begins the sequence anew. Therefore it
-            makes no difference how many of the requests had been claimed.
-    closed  The remaining requests of a closed run are answered by the owner that sweeps, without a lease
-            (`iterate_remaining`), so that neither gate nor limit delays their results.
 """
 
 from __future__ import annotations
@@ -51,7 +27,9 @@ from dispatcher.features.sequences.decisions import (
 )
 from dispatcher.features.sequences.queue.turn_end import TurnEnd
 from dispatcher.features.sequences.turns import OnError, SequenceStatus, Turn
-from dispatcher.lab.memory_queue.sequence_runs import (
+from dispatcher.queue.lua_files import FEATURE_CONSTANTS as LIMITS
+from dispatcher.requests.result import ErrorCode
+from tests.memory_queue.sequence_runs import (
     CancelMark,
     ClosedRun,
     PassedIndex,
@@ -62,8 +40,6 @@ from dispatcher.lab.memory_queue.sequence_runs import (
     reject_full,
     reject_taken,
 )
-from dispatcher.queue.lua_files import FEATURE_CONSTANTS as LIMITS
-from dispatcher.requests.result import ErrorCode
 
 _LAST, _CANCELLED = "its last request has ended", "the sequence was cancelled"
 _UNDATED = f"{_CANCELLED}, and the request has no data.created that proves that it came later"

@@ -1,15 +1,15 @@
 """Steps of claim_turns.lua, find_remaining_requests.lua and sequence_admin.lua: the rules of
-lab/memory_queue/sequence_rules.py on a `QueueState`."""
+sequence_rules.py on a `FeatureQueueState`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
 from dispatcher.features.sequences.decisions import (
-    SequencePage,
     SequenceTerms,
     TurnDecision,
     TurnGranted,
@@ -17,26 +17,28 @@ from dispatcher.features.sequences.decisions import (
 )
 from dispatcher.features.sequences.queue.calls import RemainingRequest
 from dispatcher.features.sequences.queue.turn_end import TurnEnd, get_sequence_owner
-from dispatcher.features.sequences.turns import SequenceSnapshot, SequenceStatus, Turn
-from dispatcher.lab.memory_queue import admin_steps
+from dispatcher.features.sequences.turns import SequenceSnapshot, Turn
 from dispatcher.lab.memory_queue.entries import Entry, Location
-from dispatcher.lab.memory_queue.sequence_runs import CancelMark, SequenceRecord
-from dispatcher.lab.memory_queue.state import QueueState
-from dispatcher.queue.contract import Lease, UnleasedRequest
+from dispatcher.queue.contract import Extra, Lease, UnleasedRequest
 from dispatcher.queue.lua_files import FEATURE_CONSTANTS as LIMITS
-from dispatcher.requests.oversize import cut_member
+from dispatcher.requests.lanes import Lane
 from dispatcher.requests.request import Request, parse_member
+from tests.memory_queue import admin_steps
+from tests.memory_queue.sequence_runs import CancelMark, SequenceRecord
+
+if TYPE_CHECKING:
+    from tests.memory_queue import FeatureQueueState
 
 
 def claim_turns(
-    queue: QueueState, turns: Sequence[tuple[Lease, Turn]], terms: SequenceTerms
+    queue: FeatureQueueState, turns: Sequence[tuple[Lease, Turn]], terms: SequenceTerms
 ) -> list[TurnDecision]:
     queue.sequences.set_terms(terms)
     now = queue.pool.clock()
     return [_claim_turn(queue, lease, turn, now) for lease, turn in turns]
 
 
-def _claim_turn(queue: QueueState, lease: Lease, turn: Turn, now: float) -> TurnDecision:
+def _claim_turn(queue: FeatureQueueState, lease: Lease, turn: Turn, now: float) -> TurnDecision:
     pool, grant = queue.pool, queue.find_lease(lease)
     if grant is None:
         return TurnWaits()
@@ -45,75 +47,65 @@ def _claim_turn(queue: QueueState, lease: Lease, turn: Turn, now: float) -> Turn
     if isinstance(verdict, TurnWaits):
         pool.end_lease(grant)
         entry.deliveries -= 1  # it was not delivered
-        entry.waits_for_turn = True
+        entry.closed_lane = Lane.SEQUENCED
         queue.move_entry(entry, Location.RETURNED)
     return_ready_entries(queue)
     return verdict
 
 
-def _with_owner(queue: QueueState, turn: Turn) -> Turn:
+def _with_owner(queue: FeatureQueueState, turn: Turn) -> Turn:
     return structs.replace(turn, owner=get_sequence_owner(queue.names, turn))
 
 
-def return_ready_entries(queue: QueueState) -> list[Entry]:
+def return_ready_entries(queue: FeatureQueueState) -> list[Entry]:
     """Return the entries whose turn has come to the queue, where they can be claimed."""
     moved = [queue.entries[number] for number in queue.sequences.take_ready_entries()]
     for entry in moved:
-        queue.leave_lane(entry)
         queue.move_entry(entry, Location.RETURNED)
     return moved
 
 
-def end_turn(queue: QueueState, entry: Entry, end: TurnEnd | None, now: float) -> list[Entry]:
+def end_turn(queue: FeatureQueueState, entry: Entry, extra: Extra | None, now: float) -> list[Entry]:
     """End the turn of a request that has ended. Return the entries whose turn has come by that."""
+    end = extra if isinstance(extra, TurnEnd) else None
     if end is not None:
         end = structs.replace(end, turn=_with_owner(queue, end.turn))
     queue.sequences.end_request(entry.id, end, now)
     return return_ready_entries(queue)
 
 
-def get_granted_turn(queue: QueueState, entry: Entry) -> TurnGranted:
+def get_granted_turn(queue: FeatureQueueState, entry: Entry) -> TurnGranted:
     """Return the granted turn of a request that has the turn."""
     goes = queue.sequences.get_granted_turn(entry.id)
-    assert goes is not None  # noqa: S101 -- it was moved
+    assert goes is not None
     return goes
 
 
-def sweep_sequences(queue: QueueState) -> int:
+def sweep_sequences(queue: FeatureQueueState) -> int:
     """End what time ends. Return the number of requests whose turn has come by that."""
     queue.sequences.sweep_due(queue.pool.clock())
     return len(return_ready_entries(queue))
 
 
-def find_remaining_requests(queue: QueueState, max_count: int) -> list[RemainingRequest]:
+def find_remaining_requests(queue: FeatureQueueState, max_count: int) -> list[RemainingRequest]:
     found: list[RemainingRequest] = []
     for number, code, why in queue.sequences.iterate_remaining():
         if len(found) == max_count:
             break
         entry = queue.entries[number]
-        whole = len(entry.member) <= queue.max_member_bytes
-        member = entry.member if whole else cut_member(entry.member)
-        request = UnleasedRequest(entry.location_token, member, progress=entry.progress)
+        request = UnleasedRequest(entry.location_token, entry.member, progress=entry.progress)
         found.append(RemainingRequest(request, code, why))
     return found
 
 
-def list_sequences(
-    queue: QueueState, max_count: int, after: str, status: SequenceStatus | None
-) -> SequencePage:
-    names = sorted(queue.sequences.records)
-    first = int(after or 0)
-    some = [queue.sequences.records[name] for name in names[first : first + max_count]]
-    found = [_to_sequence_state(queue, one, 0) for one in some if status in (None, one.status)]
-    return SequencePage(found, str(first + max_count) if first + max_count < len(names) else "")
-
-
-def get_sequence(queue: QueueState, name: str) -> SequenceSnapshot | None:
+def get_sequence(queue: FeatureQueueState, name: str) -> SequenceSnapshot | None:
     one = queue.sequences.records.get(name)
     return None if one is None else _to_sequence_state(queue, one, LIMITS["MAX_WAITING_SHOWN"])
 
 
-def _to_sequence_state(queue: QueueState, sequence: SequenceRecord, max_waiting: int) -> SequenceSnapshot:
+def _to_sequence_state(
+    queue: FeatureQueueState, sequence: SequenceRecord, max_waiting: int
+) -> SequenceSnapshot:
     """Return the state of a sequence with its times in Unix seconds."""
     seen, origin = sequence.make_snapshot(max_waiting), queue.pool.unix_origin
     return replace(
@@ -124,18 +116,18 @@ def _to_sequence_state(queue: QueueState, sequence: SequenceRecord, max_waiting:
     )
 
 
-def release_sequence(queue: QueueState, name: str) -> bool:
+def release_sequence(queue: FeatureQueueState, name: str) -> bool:
     done = queue.sequences.release_sequence(name, queue.pool.clock())
     return _return_and_wake(queue, done=done)
 
 
-def abort_sequence(queue: QueueState, name: str, why: str) -> bool:
+def abort_sequence(queue: FeatureQueueState, name: str, why: str) -> bool:
     done = queue.sequences.abort_sequence(name, why, queue.pool.clock())
     return _return_and_wake(queue, done=done)
 
 
 def cancel_sequence(
-    queue: QueueState, name: str, submitted_until: float | None, claimed_within_s: float
+    queue: FeatureQueueState, name: str, submitted_until: float | None, claimed_within_s: float
 ) -> bool:
     now = queue.pool.clock()
     mark = CancelMark(
@@ -150,13 +142,13 @@ def cancel_sequence(
     return next_entry is not None
 
 
-def forget_sequence(queue: QueueState, name: str) -> bool | None:
+def forget_sequence(queue: FeatureQueueState, name: str) -> bool | None:
     done = queue.sequences.forget_sequence(name, queue.pool.clock())
     _return_and_wake(queue, done=bool(done))
     return done
 
 
-def _return_and_wake(queue: QueueState, *, done: bool) -> bool:
+def _return_and_wake(queue: FeatureQueueState, *, done: bool) -> bool:
     return_ready_entries(queue)
     if done:
         queue.pool.wake_dispatchers()

@@ -15,7 +15,7 @@ from dispatcher.queue.lua_files import FEATURE_CONSTANTS as LIMITS
 from dispatcher.requests.result import ErrorCode
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True)
 class Slot:
     """A request that a sequence knows: its next request, one that waits, or a remaining request of a closed
     run."""
@@ -86,7 +86,7 @@ class SequenceRecord:
     ended_count: int = 0
     failed_count: int = 0
     cause: str = ""
-    check_at: float | None = None
+    check_at: float | None = field(default=None, compare=False)
     owner: str | None = None
     """Producer that may use the sequence (`Turn.owner`), fixed by the request that began it. `None` before
     that."""
