@@ -540,6 +540,18 @@ async def test_only_live_leases_are_claimed_again(world: World) -> None:
     assert (statuses, again.progress) == ([SettleStatus.DONE, SettleStatus.LOST], b"new")
 
 
+async def test_late_release_beside_the_one_that_counts_leaves_the_progress_as_it_is(world: World) -> None:
+    """Its owner has lost a lease of the request, and has claimed the request again since."""
+    queue = world.owner()
+    await start_request(world, queue)
+    (lost,) = await claim(queue)
+    await world.lose_leases(queue, lost)
+    (lease,) = await claim(queue)
+    releases = Release(lease, progress=b"new"), Release(lost, progress=b"late")
+    statuses, (again,) = await release_and_claim(queue, *releases)
+    assert (statuses, again.progress) == ([SettleStatus.DONE, SettleStatus.LOST], b"new")
+
+
 async def test_request_whose_member_the_caller_has_not_kept_is_not_claimed_again(world: World) -> None:
     queue = world.owner()
     for number in range(2):

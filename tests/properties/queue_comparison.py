@@ -186,6 +186,7 @@ class QueueComparison(RuleBasedStateMachine):
                 name,
                 lease_s=LEASE_S,
                 dead_max=DEAD_MAX,
+                attempt_timeout_s=15.0,  # a busy machine may let a call wait for seconds
                 owner_timeout_s=OWNER_TIMEOUT_S,
                 dead_owner_detector=self.dead_owner_detector,
             )

@@ -354,8 +354,13 @@ class RedisQueue:
         reply = await self._release_all(releases, self._make_offer(nonce, permit))
         claimed = reply.claim_result
         if claimed is not None:
-            # The caller has the members and the new progress already, so the reply has neither.
-            released = {each.lease.entry_id: each for each in releases}
+            # The caller has the members and the new progress already, so the reply has neither. Of a request
+            # that it has lost and claimed again, it may release both leases, and only one of them counts.
+            released = {
+                each.lease.entry_id: each
+                for each, status in zip(releases, reply.statuses, strict=True)
+                if status is SettleStatus.DONE
+            }
             claimed = claimed.copy_with(
                 leases=[
                     lease.copy_with(
