@@ -7,14 +7,19 @@ from functools import partial
 
 from dispatcher.features import import_modules
 from dispatcher.features.models.availability import ModelTerms, WhenNotServed
+from dispatcher.features.models.settings import (
+    ModelSettings,
+    ServingSettings,
+    get_models,
+    is_observing_models,
+)
 from dispatcher.features.models.version_policy import VersionPolicy
 from dispatcher.features.models.versions import FamilyTerms, PinScope, Transition
+from dispatcher.features.models.warm_up_files import WarmupFiles
 from dispatcher.kernel import Options
 from dispatcher.kernel.options import FamilyOptions, VersionOptions, index_options
 from dispatcher.requests.outcomes.outcome import RetryPolicy
 from dispatcher.settings.model import Settings
-from dispatcher.settings.models import ModelSettings
-from dispatcher.settings.warmups import WarmupFiles
 
 
 def build_options(settings: Settings, warmups: WarmupFiles, *, observe: bool) -> Options:
@@ -43,18 +48,18 @@ def _build_feature_options(settings: Settings) -> list[object]:
 
 def _build_model_terms(settings: Settings) -> ModelTerms | None:
     """Return the rules for models that are not served. `None` if served models are not watched."""
-    if not settings.observes_models:
+    if not is_observing_models(settings):
         return None
-    named = {model.name: WhenNotServed(model.when_not_served) for model in settings.models}
-    return ModelTerms(named, WhenNotServed(settings.serving.when_not_served))
+    named = {model.name: WhenNotServed(model.when_not_served) for model in get_models(settings)}
+    return ModelTerms(named, WhenNotServed(settings.get_section(ServingSettings).when_not_served))
 
 
 def _build_version_options(settings: Settings, warmups: WarmupFiles) -> VersionOptions:
-    serving = settings.serving
-    families = [_build_family_options(model, warmups) for model in settings.models if model.is_family]
+    serving = settings.get_section(ServingSettings)
+    families = [_build_family_options(model, warmups) for model in get_models(settings) if model.is_family]
     warm_up_by = serving.warmup.by
     return VersionOptions(
-        families=families if settings.observes_models else (),
+        families=families if is_observing_models(settings) else (),
         can_steer=bool(serving.subset_header),
         warm_directly=None if warm_up_by == "auto" else warm_up_by == "endpoints",
         warmup_timeout_s=serving.warmup.timeout_s,

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from dispatcher import __version__
 from dispatcher.features.all_features import AllFeatures
+from dispatcher.features.models.warm_up_files import WarmupFiles
 from dispatcher.features.models.watch import ModelWatch
 from dispatcher.gateway.direct import DirectServers
 from dispatcher.gateway.http_gateway import HttpGateway
@@ -54,7 +55,6 @@ from dispatcher.settings.load import (
     reload_settings,
 )
 from dispatcher.settings.model import Settings
-from dispatcher.settings.warmups import WarmupFiles
 from dispatcher.settings.watch import preload_watcher as prepare_watch
 from dispatcher.settings.watch import watch_config
 from dispatcher.settings.yaml_source import Problem
@@ -228,10 +228,10 @@ class Service:
         self._update_capacity(now)
         self.dispatcher.reconfigure(options)
         self.model_watch.reconfigure(settings, _get_cluster_access(settings))
-        subset_header, headers = settings.serving.subset_header, tuple(settings.session_headers.values())
+        subset_header, headers = settings.endpoints_header, tuple(settings.session_headers.values())
         if (settings.gateway, subset_header, headers) != (
             before.gateway,
-            before.serving.subset_header,
+            before.endpoints_header,
             tuple(before.session_headers.values()),
         ):
             self._gateway.reconfigure(settings.gateway, subset_header=subset_header, session_headers=headers)
@@ -371,7 +371,7 @@ async def serve(
         queue, queue_admin = await stack.enter_async_context(open_queue(settings))
         gateway = HttpGateway(
             settings.gateway,
-            subset_header=settings.serving.subset_header,
+            subset_header=settings.endpoints_header,
             session_headers=settings.session_headers.values(),
         )
         await gateway.prepare()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dispatcher.features.all_features import AllFeatures
+from dispatcher.features.models.warm_up_files import WarmupFiles
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal
 from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
@@ -24,7 +25,6 @@ from dispatcher.requests.request import Request, encode_member
 from dispatcher.requests.submission import Submission
 from dispatcher.service.loop_options import build_options
 from dispatcher.settings.model import Settings
-from dispatcher.settings.warmups import WarmupFiles
 from dispatcher.telemetry.events import divert_events
 from dispatcher.telemetry.metrics import Metrics
 from tests.support import wait_until

@@ -26,6 +26,7 @@ from aiohttp import web
 
 from dispatcher.cli import app
 from dispatcher.features.all_features import AllFeatures
+from dispatcher.features.models.warm_up_files import WarmupFiles
 from dispatcher.gateway.http_gateway import HttpGateway
 from dispatcher.kernel import Dispatcher, Journal
 from dispatcher.limit.budget import Policy, Reading, Signal
@@ -37,7 +38,6 @@ from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.owner import RedisQueue
 from dispatcher.service.loop_options import build_options
-from dispatcher.settings.warmups import WarmupFiles
 from dispatcher.signals.poller import Poller, SourcePoll
 from dispatcher.signals.readings import list_possible_signals
 from dispatcher.signals.sources import build_sources

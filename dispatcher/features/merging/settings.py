@@ -180,8 +180,13 @@ class BatchingSettings(Section):
         return tuple(timeouts) if any(each.timeout_s is not None for each in timeouts) else ()
 
 
+class Sections(Section, defer_build=True):
+    """The section of merging."""
+
+    batching: BatchingSettings = BatchingSettings()
+
+
 PLACE = 1
-SECTIONS: dict[str, type[Section]] = {"batching": BatchingSettings}
 
 
 def build_options(settings: Settings) -> tuple[object, ...]:

@@ -12,9 +12,8 @@ from dispatcher.features.sequences.options import SequenceOptions
 from dispatcher.features.sequences.turns import CarryMode, OnError
 from dispatcher.requests.affinity import AffinityOptions
 from dispatcher.requests.headers import AFFINITY_TOKEN, normalize_name
-from dispatcher.settings.models import ModelName
 from dispatcher.settings.section import Section
-from dispatcher.settings.values import Text, check_own_header, setting_error
+from dispatcher.settings.values import ModelName, Text, check_own_header, setting_error
 
 if TYPE_CHECKING:
     from dispatcher.settings.model import Settings
@@ -158,8 +157,13 @@ class SequenceSettings(Section):
         )
 
 
+class Sections(Section, defer_build=True):
+    """The section of sequences."""
+
+    sequences: SequenceSettings = SequenceSettings()
+
+
 PLACE = 2
-SECTIONS: dict[str, type[Section]] = {"sequences": SequenceSettings}
 
 
 def build_options(settings: Settings) -> tuple[object, ...]:

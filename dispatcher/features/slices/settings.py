@@ -86,8 +86,13 @@ class SlicingSettings(Section):
         )
 
 
+class Sections(Section, defer_build=True):
+    """The section of slices."""
+
+    slicing: SlicingSettings = SlicingSettings()
+
+
 PLACE = 3
-SECTIONS: dict[str, type[Section]] = {"slicing": SlicingSettings}
 
 
 def build_options(settings: Settings) -> tuple[SliceOptions]:
