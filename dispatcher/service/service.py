@@ -26,7 +26,6 @@ from pathlib import Path
 
 from dispatcher import __version__
 from dispatcher.features.all_features import AllFeatures
-from dispatcher.features.models.warm_up_files import WarmupFiles
 from dispatcher.features.models.watch import ModelWatch
 from dispatcher.gateway.direct import DirectServers
 from dispatcher.gateway.http_gateway import HttpGateway
@@ -103,7 +102,6 @@ class Service:
         observe: bool,
     ) -> None:
         self.settings = settings
-        self.warmups = WarmupFiles.load_usable(settings)
         self.config_generation = 1
         self._config_hash = _hash_text(text)
         self.config_problem: str | None = None
@@ -117,7 +115,7 @@ class Service:
         self.journal = Journal(self.metrics)
         self._poll: SourcePoll | None = None
         self.limiter = Limiter(settings.limit_policy(), list_possible_signals(settings.signals.use))
-        options = build_options(settings, self.warmups, observe=observe)
+        options = build_options(settings, observe=observe)
         self.servers = DirectServers(
             # Created below; a reload replaces the settings, so both are looked up at each call.
             lambda endpoint: self.model_watch.find_server(endpoint),
@@ -215,12 +213,12 @@ class Service:
         changes nothing if a file that it names cannot be used."""
         # First build everything that is new, which can raise, so that a bad file changes nothing.
         before, now = self.settings, _get_loop_time()
-        new_sources, files = build_sources(settings), WarmupFiles.load_usable(settings)
-        options, policy = build_options(settings, files, observe=self._observe), settings.limit_policy()
+        new_sources, policy = build_sources(settings), settings.limit_policy()
+        options = build_options(settings, observe=self._observe)
         # A pool that is watched needs another watch than one whose endpoints are not watched.
         is_other_pool = settings.signals.watches_pool != before.signals.watches_pool
         new_watch = self._build_watch(settings) if is_other_pool else None
-        self.settings, self.warmups = settings, files
+        self.settings = settings
         self.config_generation += 1
         self._config_hash = _hash_text(text)
         self.config_problem = None

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 from dispatcher.features.models.availability import Listing
+from dispatcher.features.models.options import ModelOptions
+from dispatcher.kernel import Options
 from dispatcher.requests.request import encode_member
 from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.events import Event
@@ -31,6 +34,12 @@ def update_listings(scene: Scene, **endpoints: str | None) -> None:
             for name, models in endpoints.items()
         ]
     )
+
+
+def change_models(options: Options, **changes: Any) -> Options:
+    """Return the options with other options of models."""
+    changed = replace(options.of(ModelOptions), **changes)
+    return replace(options, of_features={**options.of_features, ModelOptions: changed})
 
 
 async def submit_requests(

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dispatcher.features.all_features import AllFeatures
-from dispatcher.features.models.warm_up_files import WarmupFiles
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal
 from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
@@ -127,7 +126,7 @@ def run_plain_requests(
             queue,
             SteadyGateway(answer_s, spread_s),
             limiter,
-            build_options(settings, WarmupFiles.load_usable(settings), observe=False),
+            build_options(settings, observe=False),
             Journal(Metrics(settings.pool.name)),
             random.Random(0),
             build_features=AllFeatures,

@@ -13,11 +13,12 @@ import pytest
 
 from dispatcher.features.all_features import AllFeatures
 from dispatcher.features.models.availability import Listing, ModelTerms, WhenNotServed
+from dispatcher.features.models.options import FamilyOptions, ModelOptions
 from dispatcher.features.models.version_template import VersionTemplate
 from dispatcher.features.models.versions import FamilyTerms, PinScope
 from dispatcher.features.sequences.turns import Turn
 from dispatcher.kernel import Dispatcher, Journal, Options
-from dispatcher.kernel.options import FamilyOptions, VersionOptions
+from dispatcher.kernel.options import index_options
 from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.requests.outcomes.outcome import RetryPolicy
@@ -32,9 +33,11 @@ CALL_S = 0.1
 START_S = 2.0
 OPTIONS = Options(
     RetryPolicy(),
-    model_terms=ModelTerms({"qwen": WhenNotServed.WAIT, "night": WhenNotServed.WAIT}),
-    versions=VersionOptions(
-        (FamilyOptions(FamilyTerms("qwen", VersionTemplate("qwen-v"), pin=PinScope.JOB)),)
+    of_features=index_options(
+        ModelOptions(
+            ModelTerms({"qwen": WhenNotServed.WAIT, "night": WhenNotServed.WAIT}),
+            (FamilyOptions(FamilyTerms("qwen", VersionTemplate("qwen-v"), pin=PinScope.JOB)),),
+        )
     ),
 )
 CALLS_AFTER_CLAIM = {

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from dispatcher.features.models.options import FamilyOptions, ModelOptions
 from dispatcher.gateway.http_gateway import HttpGateway
 from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
@@ -294,9 +295,18 @@ def test_invalid_warmup_file_rejects_the_configuration(
         file.write_text('{"body": {"model": "qwen"}}')
         unstarted.service.apply_settings(parse(text), text)
         assert unstarted.service.config_generation == 2
-        assert len(unstarted.service.warmups.requests_for("qwen")[0]) == 1
+        families.extend(unstarted.service.dispatcher.context.options.of(ModelOptions).families)
 
+    families: list[FamilyOptions] = []
     run_check(check)
+    (load_warmup,) = (each.load_warmup for each in families)
+
+    async def count_requests() -> int:
+        assert load_warmup is not None
+        requests, _ = await load_warmup()
+        return len(requests)
+
+    assert asyncio.run(count_requests()) == 1
 
 
 def test_gateway_is_not_reconfigured_without_a_change_of_its_settings() -> None:

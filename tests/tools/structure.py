@@ -26,7 +26,6 @@ from aiohttp import web
 
 from dispatcher.cli import app
 from dispatcher.features.all_features import AllFeatures
-from dispatcher.features.models.warm_up_files import WarmupFiles
 from dispatcher.gateway.http_gateway import HttpGateway
 from dispatcher.kernel import Dispatcher, Journal
 from dispatcher.limit.budget import Policy, Reading, Signal
@@ -125,7 +124,7 @@ async def trace_files_of_plain_request() -> tuple[set[str], set[str]]:
             limiter.add_reading(Reading(Signal.REQUESTS, now, now, 0.0, 0.0, 10), now)
             queue = TracedQueue(connect(engine.url), NAMES, "traced")
             queue.counter, queue.found = ProductCallCounter(), set()
-            options = build_options(settings, WarmupFiles.load_usable(settings), observe=False)
+            options = build_options(settings, observe=False)
             journal = Journal(Metrics("qwen"))
             dispatcher = Dispatcher(queue, gateway, limiter, options, journal, build_features=AllFeatures)
             task = asyncio.create_task(dispatcher.run())

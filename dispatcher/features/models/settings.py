@@ -480,8 +480,3 @@ def _model_list_url(page: SecretUrl) -> SecretUrl:
         return SecretUrl("")
     base = path.removesuffix(_METRICS_PATH).removesuffix(_TENSORRT_PREFIX)
     return SecretUrl(urlunsplit((parts.scheme, parts.netloc, f"{base}{LIST_PATH}", "", "")))
-
-
-def build_options(settings: Settings) -> tuple[object, ...]:
-    """Return the options that the loop takes from the settings."""
-    return ()

@@ -280,7 +280,7 @@ class WarmUpRunner:
         if family_options is None or family_options.load_warmup is None:
             return False
         requests, warm_up.staleness_note = await family_options.load_warmup()
-        timeout_s = self.options.versions.warmup_timeout_s
+        timeout_s = self._versions.options.warmup_timeout_s
         calls = plan_calls(requests, self._context.hooks.join_copies, warm_up.version)
         for call in islice(calls, warm_up.sent_count, None):
             while True:
@@ -359,7 +359,7 @@ class WarmUpRunner:
     async def _send_call(self, warm_up: WarmUp, call: WarmupCall, ends_at: float) -> Outcome:
         self._call_number += 1
         token = f"warm-up-{self._call_number}"
-        warm_directly = self.options.versions.warm_directly
+        warm_directly = self._versions.options.warm_directly
         if warm_directly is None:
             warm_directly = not self._versions.can_steer
         self._calls_in_flight += 1

@@ -21,6 +21,7 @@ from dispatcher.features.models.model_router import (
     UNWATCHED_INTERVAL_S,
     ModelRouter,
 )
+from dispatcher.features.models.options import ModelOptions
 from dispatcher.features.sequences.turns import Turn
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Options
@@ -32,13 +33,13 @@ from dispatcher.requests.queue_counts import QueueCounts
 from dispatcher.requests.request import Request, encode_member
 from dispatcher.requests.submission import QueueUnavailableError, Submission
 from dispatcher.telemetry.events import Event
-from tests.kernel.model_scene import MODEL_NOT_FOUND_BODY, read_results, update_listings
+from tests.kernel.model_scene import MODEL_NOT_FOUND_BODY, change_models, read_results, update_listings
 from tests.kernel.scene import AnsweringGateway, Scene, run_in_scene
 from tests.service.limiter_status import create_context
 
 RETRY = RetryPolicy(base_s=0.1, max_s=1.0, max_attempts=3)
 WAIT, FAIL = WhenNotServed.WAIT, WhenNotServed.FAIL
-WATCHED_OPTIONS = Options(RETRY, model_terms=ModelTerms({"night": WAIT}))
+WATCHED_OPTIONS = Options(RETRY, of_features=index_options(ModelOptions(ModelTerms({"night": WAIT}))))
 
 
 class ModelGateway(AnsweringGateway):
@@ -202,7 +203,9 @@ def test_merged_call_whose_model_is_denied_releases_all_its_requests() -> None:
         ("/v1/embeddings",), SHAPES["embeddings"], MergeMode.ON, GroupingRule(8, (), 0.05, False)
     )
     merging_options = replace(
-        WATCHED_OPTIONS, default_path="/v1/embeddings", of_features=index_options(MergeOptions((rule,)))
+        WATCHED_OPTIONS,
+        default_path="/v1/embeddings",
+        of_features={**WATCHED_OPTIONS.of_features, MergeOptions: MergeOptions((rule,))},
     )
 
     async def check(scene: Scene) -> None:
@@ -327,7 +330,7 @@ def test_new_terms_apply_to_waiting_requests() -> None:
         update_listings(scene, a="day")
         await submit_requests(scene, "night", "n1")
         await asyncio.sleep(CHECK_INTERVAL_S + 1)
-        scene.dispatcher.reconfigure(replace(WATCHED_OPTIONS, model_terms=ModelTerms({"night": FAIL})))
+        scene.dispatcher.reconfigure(change_models(WATCHED_OPTIONS, terms=ModelTerms({"night": FAIL})))
         await asyncio.sleep(2)
         assert (await read_results(scene))["n1"]["error_code"] == "MODEL_NOT_FOUND"
 

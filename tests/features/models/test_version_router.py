@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from dispatcher.features.models.availability import Listing, ModelTerms, WhenNotServed
+from dispatcher.features.models.options import FamilyOptions, ModelOptions
 from dispatcher.features.models.queue.waiting import ModelWait
 from dispatcher.features.models.registry import ModelRegistryState
 from dispatcher.features.models.status import LabelStatus, ModelsStatus
@@ -30,7 +31,7 @@ from dispatcher.features.models.versions import FamilyTerms, PinScope, Transitio
 from dispatcher.features.sequences.turns import Turn
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Options
-from dispatcher.kernel.options import FamilyOptions, VersionOptions
+from dispatcher.kernel.options import index_options
 from dispatcher.queue.contract import Permit, Release
 from dispatcher.requests.outcomes.outcome import Delivered, RetryPolicy
 from dispatcher.requests.request import Request
@@ -39,6 +40,7 @@ from dispatcher.settings.model import Settings
 from tests.kernel.model_scene import (
     EXCHANGE_INTERVAL_S,
     MODEL_NOT_FOUND_BODY,
+    change_models,
     list_version_states,
     read_results,
     submit_requests,
@@ -53,9 +55,12 @@ def options(*, can_steer: bool = False, observe: bool = False, **terms: Any) -> 
     family = FamilyTerms("qwen", VersionTemplate("qwen-v"), **terms)
     return Options(
         RetryPolicy(base_s=0.1, max_s=1.0, max_attempts=3),
-        model_terms=ModelTerms({"qwen": WhenNotServed.WAIT}),
-        versions=VersionOptions((FamilyOptions(family),), can_steer=can_steer),
         observe=observe,
+        of_features=index_options(
+            ModelOptions(
+                ModelTerms({"qwen": WhenNotServed.WAIT}), (FamilyOptions(family),), can_steer=can_steer
+            )
+        ),
     )
 
 
@@ -406,7 +411,7 @@ def test_pin_applies_to_all_owners_and_requests_wait_while_pins_cannot_be_read()
     async def check(scene: Scene) -> None:
         update_listings(scene, a="qwen-v1 qwen-v2")
         key = build_pin_key(
-            options(pin=PinScope.JOB).versions.families[0].terms, request(labels={"job": "a"})
+            options(pin=PinScope.JOB).of(ModelOptions).families[0].terms, request(labels={"job": "a"})
         )
         other = type(scene.queue)(scene.store, "b")
         router = scene.dispatcher.features.model_router.versions
@@ -626,7 +631,7 @@ def test_removing_a_family_from_the_settings_during_a_lookup_stops_no_request() 
         scene.queue.pin_versions = pin_slowly  # type: ignore[method-assign]
         await submit_requests(scene, "r1", labels={"job": "a"})
         await asyncio.sleep(0.5)
-        scene.dispatcher.reconfigure(replace(options(), versions=VersionOptions(can_steer=True)))
+        scene.dispatcher.reconfigure(change_models(options(), families=(), can_steer=True))
         await asyncio.sleep(2)
         assert gateway.sent_as == {"r1": "qwen-v1"}
 
@@ -658,7 +663,7 @@ def test_requests_wait_while_no_version_is_served() -> None:
 
 def test_requests_fail_while_no_version_is_served_if_they_must_not_wait() -> None:
     gateway = VersionGateway()
-    failing_options = replace(options(), model_terms=ModelTerms({"qwen": WhenNotServed.FAIL}))
+    failing_options = change_models(options(), terms=ModelTerms({"qwen": WhenNotServed.FAIL}))
 
     async def check(scene: Scene) -> None:
         update_listings(scene, a="other")
@@ -759,7 +764,7 @@ def test_observer_reads_the_model_registry_and_writes_nothing() -> None:
 
 def test_without_families_requests_are_not_changed() -> None:
     gateway = VersionGateway()
-    options_without_versions = replace(options(), versions=VersionOptions())
+    options_without_versions = change_models(options(), families=())
 
     async def check(scene: Scene) -> None:
         update_listings(scene, a="qwen qwen-v1")
@@ -779,10 +784,10 @@ def test_without_families_requests_are_not_changed() -> None:
 def build_many_families(family_count: int, version_count: int) -> tuple[Options, str]:
     """Return options for families with several versions each, and the names that endpoints list."""
     families = [FamilyTerms(f"m{at}", VersionTemplate(f"m{at}-v")) for at in range(family_count)]
-    many_options = replace(
+    many_options = change_models(
         options(),
-        model_terms=ModelTerms({each.name: WhenNotServed.WAIT for each in families}),
-        versions=VersionOptions(tuple(FamilyOptions(each) for each in families)),
+        terms=ModelTerms({each.name: WhenNotServed.WAIT for each in families}),
+        families=tuple(FamilyOptions(each) for each in families),
     )
     return many_options, " ".join(
         f"m{at}-v{number}" for at in range(family_count) for number in range(version_count)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,6 +16,7 @@ from dispatcher.features.merging.options import MergeOptions
 from dispatcher.features.merging.rules import BatchRule, MergeMode
 from dispatcher.features.merging.shapes import SHAPES
 from dispatcher.features.models.availability import Listing, ModelTerms, WhenNotServed
+from dispatcher.features.models.options import FamilyOptions, ModelOptions
 from dispatcher.features.models.version_template import VersionTemplate
 from dispatcher.features.models.versions import FamilyTerms
 from dispatcher.features.models.warm_up_runner import (
@@ -28,7 +28,7 @@ from dispatcher.features.models.warm_up_runner import (
 from dispatcher.features.models.warmup import WarmupRequest
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal, Options
-from dispatcher.kernel.options import FamilyOptions, VersionOptions, index_options
+from dispatcher.kernel.options import index_options
 from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.limit.budget import Reason
 from dispatcher.queue.contract import Permit, Release
@@ -48,6 +48,7 @@ from dispatcher.telemetry.metrics import Metrics
 from tests.kernel.model_scene import (
     EXCHANGE_INTERVAL_S,
     MODEL_NOT_FOUND_BODY,
+    change_models,
     list_version_states,
     submit_requests,
     update_listings,
@@ -126,12 +127,17 @@ def options(
     family = FamilyTerms("qwen", VersionTemplate("qwen-v"), has_warm_up=True, **terms)
     return Options(
         RetryPolicy(base_s=0.1, max_s=1.0, max_attempts=3),
-        model_terms=ModelTerms({"qwen": WhenNotServed.WAIT}),
-        versions=VersionOptions(
-            (FamilyOptions(family, read, is_required),), can_steer, warm_directly, timeout_s
-        ),
         observe=observe,
-        of_features=index_options(MergeOptions(merge_rules)),
+        of_features=index_options(
+            MergeOptions(merge_rules),
+            ModelOptions(
+                ModelTerms({"qwen": WhenNotServed.WAIT}),
+                (FamilyOptions(family, read, is_required),),
+                can_steer,
+                warm_directly,
+                timeout_s,
+            ),
+        ),
     )
 
 
@@ -512,7 +518,7 @@ def test_observer_sends_no_warm_up() -> None:
 
 
 def without_families(warm_up_options: Options) -> Options:
-    return replace(warm_up_options, versions=VersionOptions())
+    return change_models(warm_up_options, families=())
 
 
 async def can_take_lock(scene: Scene, endpoint: str = "a") -> bool:
