@@ -21,13 +21,9 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 from dispatcher import __version__
-from dispatcher.features.all_features import AllFeatures
-from dispatcher.features.models.watch import ModelWatch
-from dispatcher.gateway.direct import DirectServers
 from dispatcher.gateway.http_gateway import HttpGateway
 from dispatcher.kernel import Dispatcher, Journal
 from dispatcher.kernel.error_guard import start_task
@@ -59,7 +55,7 @@ from dispatcher.settings.watch import watch_config
 from dispatcher.settings.yaml_source import Problem
 from dispatcher.signals.kubernetes import capacity
 from dispatcher.signals.kubernetes.capacity import CapacityWatch, Endpoints
-from dispatcher.signals.kubernetes.cluster import NO_CLUSTER, ClusterAccess
+from dispatcher.signals.kubernetes.cluster import find_cluster_access
 from dispatcher.signals.poller import Poller, SourcePoll
 from dispatcher.signals.readings import list_possible_signals
 from dispatcher.signals.sources import build_sources
@@ -116,18 +112,12 @@ class Service:
         self._poll: SourcePoll | None = None
         self.limiter = Limiter(settings.limit_policy(), list_possible_signals(settings.signals.use))
         options = build_options(settings, observe=observe)
-        self.servers = DirectServers(
-            # Created below; a reload replaces the settings, so both are looked up at each call.
-            lambda endpoint: self.model_watch.find_server(endpoint),
-            lambda: self.settings.gateway.max_response_bytes,
-        )
         self.dispatcher = Dispatcher(
             queue,
             gateway,
             self.limiter,
             options,
             self.journal,
-            build_features=partial(AllFeatures, servers=self.servers),
             clock=_get_seconds_since_boot,
         )
         self.poller = Poller(
@@ -139,11 +129,6 @@ class Service:
         )
         self.watch = self._build_watch(settings)
         self._watch_changed = asyncio.Event()
-        self.model_watch = ModelWatch(
-            settings,
-            self.dispatcher.features.model_router.update_listings,
-            access=_get_cluster_access(settings),
-        )
         self.loop_lag = LoopLagWatch(self._report_slow_loop)
         self._pool_sharing = PoolSharing(
             queue, lambda: get_pool_identity(self.settings, self._known_endpoints), observe=observe
@@ -173,7 +158,6 @@ class Service:
             background_tasks = [
                 start_task(tasks, self._run_poller, "signals"),
                 start_task(tasks, self._run_watch, "capacity"),
-                start_task(tasks, self.model_watch.run, "models"),
                 start_task(tasks, self.loop_lag.watch_loop, "loop-lag"),
                 start_task(tasks, self._pool_sharing.run, "pool-sharing"),
             ]
@@ -196,7 +180,7 @@ class Service:
 
     def _build_watch(self, settings: Settings) -> CapacityWatch:
         return CapacityWatch(
-            settings.pool, settings.signals.epp, self._handle_endpoints, access=_get_cluster_access(settings)
+            settings.pool, settings.signals.epp, self._handle_endpoints, access=find_cluster_access(settings)
         )
 
     async def _run_watch(self) -> None:
@@ -225,7 +209,6 @@ class Service:
         self.limiter.set_policy(policy, now)
         self._update_capacity(now)
         self.dispatcher.reconfigure(options)
-        self.model_watch.reconfigure(settings, _get_cluster_access(settings))
         subset_header, headers = settings.endpoints_header, tuple(settings.session_headers.values())
         if (settings.gateway, subset_header, headers) != (
             before.gateway,
@@ -279,7 +262,8 @@ class Service:
             self._watch_settled.set()
         self._update_capacity(_get_loop_time())
         self.poller.update_from_watch(endpoints.epp_addresses, endpoints.ready)
-        self.model_watch.update_endpoints(endpoints)
+        for on_endpoints in self.dispatcher.context.hooks.on_endpoints:
+            on_endpoints(endpoints)
         self.dispatcher.wake_up()
 
     def _report_slow_loop(self) -> None:
@@ -376,7 +360,6 @@ async def serve(
         # Callbacks run in reverse order: the gateway closes after the service, the queue last.
         stack.push_async_callback(gateway.aclose)
         service = Service(settings, text, queue, queue_admin, gateway, observe=observe)
-        stack.push_async_callback(service.servers.aclose)
         stack.enter_context(add_sink(service.metrics.count_event))
         admin = settings.admin
         views = service.build_views()
@@ -580,10 +563,6 @@ def _needs_watched_picker(settings: Settings) -> bool:
 def _hash_text(text: str) -> str:
     """Return the start of the SHA-256 of a configuration file."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _get_cluster_access(settings: Settings) -> ClusterAccess:
-    return ClusterAccess() if settings.signals.watches_pool else NO_CLUSTER
 
 
 def _get_loop_time() -> float:

@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from dispatcher.features.models.availability import Listing
+from dispatcher.features.models.model_router import ModelRouter
 from dispatcher.features.models.options import ModelOptions
 from dispatcher.kernel import Options
 from dispatcher.requests.request import encode_member
 from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.events import Event
-from tests.kernel.scene import Scene
+from tests.kernel.scene import Scene, find_part
 
 MODEL_NOT_FOUND_BODY = (
     b'{"object":"error","message":"The model `%s` does not exist.","type":"NotFoundError","param":"model"}'
@@ -26,7 +27,7 @@ EXCHANGE_INTERVAL_S = 5.0
 def update_listings(scene: Scene, **endpoints: str | None) -> None:
     """Report the models of each endpoint, with spaces between their names. `None` if they cannot be read."""
     at = asyncio.get_running_loop().time()
-    scene.dispatcher.features.model_router.update_listings(
+    find_part(scene.dispatcher, ModelRouter).update_listings(
         [
             Listing(name, at, None, problem="it does not answer")
             if models is None

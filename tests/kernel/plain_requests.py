@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dispatcher.features.all_features import AllFeatures
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal
 from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
@@ -129,7 +128,6 @@ def run_plain_requests(
             build_options(settings, observe=False),
             Journal(Metrics(settings.pool.name)),
             random.Random(0),
-            build_features=AllFeatures,
         )
         task = loop.create_task(dispatcher.run())
         await asyncio.sleep(start_s)

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal, Options
 from dispatcher.kernel.claimed_request import ClaimedRequest
-from dispatcher.kernel.context import KernelContext
 from dispatcher.kernel.hooks import Hooks, LeasePart
 from dispatcher.kernel.in_flight import Attempt
 from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
@@ -48,11 +47,6 @@ class NamedPart(LeasePart):
         return replace(request, headers={**request.headers, self.name: "yes"})
 
 
-class TwoParts:
-    def __init__(self, *parts: NamedPart) -> None:
-        self.hooks = Hooks(stages=parts, lease_parts=parts)
-
-
 class HeaderGateway(AnsweringGateway):
     """Gateway that notes the headers of each request."""
 
@@ -71,9 +65,6 @@ def run_with_parts(*parts: NamedPart) -> tuple[HeaderGateway, int | None]:
     """Send one request. Return the gateway, and the status of the result."""
     gateway, statuses = HeaderGateway(), []
 
-    def build(_context: KernelContext) -> TwoParts:
-        return TwoParts(*parts)
-
     async def main() -> None:
         store = MemoryStore(clock=asyncio.get_running_loop().time)
         dispatcher = Dispatcher(
@@ -82,7 +73,7 @@ def run_with_parts(*parts: NamedPart) -> tuple[HeaderGateway, int | None]:
             open_limiter(),
             Options(RetryPolicy()),
             Journal(Metrics()),
-            build_features=build,
+            build_hooks=lambda _context: Hooks(stages=parts, lease_parts=parts),
         )
         store.add_member(member("r-1"), 1.0)
         task = asyncio.create_task(dispatcher.run())

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from dispatcher.features.all_features import AllFeatures
 from dispatcher.features.models.availability import Listing, ModelTerms, WhenNotServed
+from dispatcher.features.models.model_router import ModelRouter
 from dispatcher.features.models.options import FamilyOptions, ModelOptions
 from dispatcher.features.models.version_template import VersionTemplate
 from dispatcher.features.models.versions import FamilyTerms, PinScope
@@ -26,7 +26,7 @@ from dispatcher.requests.request import encode_member
 from dispatcher.requests.result import ErrorCode, decode_result
 from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.metrics import Metrics
-from tests.kernel.scene import AnsweringGateway, open_limiter
+from tests.kernel.scene import AnsweringGateway, find_part, open_limiter
 
 CALL_S = 0.1
 """Duration of each call to the queue after a claim."""
@@ -97,10 +97,9 @@ class Bench:
             OPTIONS,
             Journal(Metrics()),
             weigh_request=lambda _request: weight,
-            build_features=AllFeatures,
         )
         at = asyncio.get_running_loop().time()
-        self.dispatcher.features.model_router.update_listings([Listing("a", at, ("qwen-v1",))])
+        find_part(self.dispatcher, ModelRouter).update_listings([Listing("a", at, ("qwen-v1",))])
 
     async def submit(self, payload: bytes = b"{}", within_s: float = 10**6, **member: Any) -> None:
         until = int(asyncio.get_running_loop().time() + within_s)

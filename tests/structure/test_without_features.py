@@ -17,7 +17,7 @@ from tests.paths import ROOT
 REMOVABLE = ("slices", "batch_files", "named_streams")
 NOT_REMOVABLE_YET = {
     "sequences": "the queue's contract, its scripts and the parser of requests know turns",
-    "models": "the pipeline always has a model router, and the queue's contract has the model registry",
+    "models": "the queue in memory has the model registry",
     "merging": "the pipeline always has a merger, and parsers of JSON are in its folder",
 }
 """Reason why the program does not start without a feature."""

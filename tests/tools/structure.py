@@ -25,7 +25,6 @@ import typer
 from aiohttp import web
 
 from dispatcher.cli import app
-from dispatcher.features.all_features import AllFeatures
 from dispatcher.gateway.http_gateway import HttpGateway
 from dispatcher.kernel import Dispatcher, Journal
 from dispatcher.limit.budget import Policy, Reading, Signal
@@ -126,7 +125,7 @@ async def trace_files_of_plain_request() -> tuple[set[str], set[str]]:
             queue.counter, queue.found = ProductCallCounter(), set()
             options = build_options(settings, observe=False)
             journal = Journal(Metrics("qwen"))
-            dispatcher = Dispatcher(queue, gateway, limiter, options, journal, build_features=AllFeatures)
+            dispatcher = Dispatcher(queue, gateway, limiter, options, journal)
             task = asyncio.create_task(dispatcher.run())
             await asyncio.sleep(1.3)  # until the tasks that run each second have run
             with patch.object(Backend, "run_script", record_script), queue.counter.count():

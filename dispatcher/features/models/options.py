@@ -48,6 +48,8 @@ class ModelOptions:
     """True to send warm-ups directly to the endpoints. `None` to do so if requests cannot be steered."""
     warmup_timeout_s: float = 300.0
     """Maximum time that a warm-up spends waiting for answers."""
+    settings: Settings | None = None
+    """Settings with which the model servers are watched. `None` if something else reports what they serve."""
 
 
 def build_options(settings: Settings) -> tuple[ModelOptions]:
@@ -68,6 +70,7 @@ def build_options(settings: Settings) -> tuple[ModelOptions]:
         can_steer=bool(serving.subset_header),
         warm_directly=None if warm_up_by == "auto" else warm_up_by == "endpoints",
         warmup_timeout_s=serving.warmup.timeout_s,
+        settings=settings,
     )
     return (options,)
 

@@ -17,6 +17,7 @@ import ssl
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
 from dispatcher.features.models.availability import GATEWAY, Listing
@@ -38,6 +39,9 @@ from dispatcher.signals.kubernetes.api import ClusterProblem
 from dispatcher.signals.kubernetes.capacity import Endpoints
 from dispatcher.signals.kubernetes.cluster import ClusterAccess
 from dispatcher.signals.kubernetes.rewrites import RewriteWatch
+
+if TYPE_CHECKING:
+    from dispatcher.kernel.hooks import KnownEndpoints
 
 MAX_CONCURRENT = 16
 """Largest number of endpoints that are asked at the same time."""
@@ -97,7 +101,7 @@ class ModelWatch:
         self._on_round = on_round
         self._access = access
         self._rewrites = RewriteWatch(settings.pool, self._request_round, access=access)
-        self._endpoints = Endpoints()
+        self._endpoints: KnownEndpoints = Endpoints()
         self._tokens = TokenReader()
         self._changed = asyncio.Event()
         self._generation = 0
@@ -112,7 +116,7 @@ class ModelWatch:
     def __repr__(self) -> str:
         return f"<ModelWatch: {self._serving.observe}, endpoints {self._endpoints.addresses}>"
 
-    def update_endpoints(self, endpoints: Endpoints) -> None:
+    def update_endpoints(self, endpoints: KnownEndpoints) -> None:
         """Take the endpoints that the Kubernetes watch knows now. A change starts a new round."""
         before, self._endpoints = self._endpoints, endpoints
         if _extract_discovery(before) != _extract_discovery(endpoints):
@@ -131,6 +135,11 @@ class ModelWatch:
             self._generation += 1  # drops the round that runs now
             self._known_servers = _NOT_ASKED
             self._request_round()
+
+    @property
+    def max_answer_bytes(self) -> int:
+        """Largest size of an answer of a server to other requests, in bytes."""
+        return self._settings.gateway.max_response_bytes
 
     def find_server(self, endpoint: str) -> ServerAccess | str:
         """Return the access to an endpoint of the newest round, or a sentence that says why there is none."""
@@ -336,7 +345,7 @@ class ModelWatch:
             await client.aclose()
 
 
-def _extract_discovery(endpoints: Endpoints) -> tuple[object, ...]:
+def _extract_discovery(endpoints: KnownEndpoints) -> tuple[object, ...]:
     """Return the parts of the Kubernetes watch's state that decide which endpoints are asked."""
     return endpoints.addresses, endpoints.has_cluster, endpoints.is_complete
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from dispatcher.features.models.availability import Listing, ModelTerms, WhenNotServed
+from dispatcher.features.models.model_router import ModelRouter
 from dispatcher.features.models.options import FamilyOptions, ModelOptions
 from dispatcher.features.models.queue.waiting import ModelWait
 from dispatcher.features.models.registry import ModelRegistryState
@@ -46,7 +47,7 @@ from tests.kernel.model_scene import (
     submit_requests,
     update_listings,
 )
-from tests.kernel.scene import AnsweringGateway, Scene, request, run_in_scene
+from tests.kernel.scene import AnsweringGateway, Scene, find_part, request, run_in_scene
 from tests.service.limiter_status import build_context_status
 
 
@@ -163,7 +164,7 @@ def test_with_resource_transition_the_new_version_opens_after_the_old_one_is_idl
         await submit_requests(scene, "r2")
         await asyncio.sleep(10)
         assert gateway.sent_as == {"r1": "qwen-v1"}
-        ((name, count, why),) = scene.dispatcher.features.model_router.list_held_back()
+        ((name, count, why),) = find_part(scene.dispatcher, ModelRouter).list_held_back()
         assert (name, count) == ("qwen", 1)
         assert "'qwen-v1' is drained first" in why
         await asyncio.sleep(25)
@@ -207,11 +208,13 @@ def test_with_resource_transition_requests_that_name_a_version_count_as_well() -
         await submit_requests(scene, "n1", payload=NAMES_NEW_VERSION)
         await asyncio.sleep(10)
         assert gateway.sent_as == {"o1": "qwen-v1"}
-        reasons = {name: why for name, _, why in scene.dispatcher.features.model_router.list_held_back()}
+        reasons = {name: why for name, _, why in find_part(scene.dispatcher, ModelRouter).list_held_back()}
         assert "'qwen-v1' is drained first" in reasons["qwen"]
         assert reasons["qwen-v2"] == "model 'qwen-v2' waits until 'qwen-v1' is drained"
-        assert scene.dispatcher.features.model_router.describe_model("qwen-v2").endswith(
-            "; waits until 'qwen-v1' is drained"
+        assert (
+            find_part(scene.dispatcher, ModelRouter)
+            .describe_model("qwen-v2")
+            .endswith("; waits until 'qwen-v1' is drained")
         )
         await asyncio.sleep(25)
         assert gateway.sent_as == {"o1": "qwen-v1", "r1": "qwen-v2", "n1": "qwen-v2"}
@@ -234,7 +237,7 @@ def test_requests_that_name_the_old_version_do_not_keep_the_new_one_closed() -> 
             await asyncio.sleep(3)
             if number == 4:
                 reasons = {
-                    name: why for name, _, why in scene.dispatcher.features.model_router.list_held_back()
+                    name: why for name, _, why in find_part(scene.dispatcher, ModelRouter).list_held_back()
                 }
                 assert reasons["qwen-v1"] == "model 'qwen-v1' waits for 'qwen-v2'"
                 assert list(gateway.sent_as) == ["o0", "o1", "o2", "o3"]
@@ -288,7 +291,7 @@ def test_with_resource_transition_no_version_opens_while_another_has_requests(se
 
     async def check(scene: Scene) -> None:
         nonlocal opened_count
-        versions = scene.dispatcher.features.model_router.versions
+        versions = find_part(scene.dispatcher, ModelRouter).versions
         family = versions.get_family("qwen")
         assert family is not None
         update_families = versions.update_families
@@ -414,7 +417,7 @@ def test_pin_applies_to_all_owners_and_requests_wait_while_pins_cannot_be_read()
             options(pin=PinScope.JOB).of(ModelOptions).families[0].terms, request(labels={"job": "a"})
         )
         other = type(scene.queue)(scene.store, "b")
-        router = scene.dispatcher.features.model_router.versions
+        router = find_part(scene.dispatcher, ModelRouter).versions
         assert await other.pin_versions([replace(_choose_pin(router, key), proposed_version="qwen-v1")]) == [
             "qwen-v1"
         ]
@@ -482,7 +485,7 @@ def test_drained_model_gets_no_requests_until_it_is_undrained() -> None:
         await submit_requests(scene, "o1", payload=b'{"model":"other"}')
         await asyncio.sleep(EXCHANGE_INTERVAL_S + 1)
         assert gateway.sent_as == {"r1": "qwen-v1"}
-        ((name, count, why),) = scene.dispatcher.features.model_router.list_held_back()
+        ((name, count, why),) = find_part(scene.dispatcher, ModelRouter).list_held_back()
         assert (name, count) == ("other", 1)
         assert "is drained by ada" in why
         assert "a bad quantisation" in why
@@ -506,10 +509,10 @@ def test_model_family_can_be_drained_by_its_name() -> None:
         await submit_requests(scene, "r1")
         await asyncio.sleep(EXCHANGE_INTERVAL_S + 1)
         assert gateway.sent_as == {}
-        ((name, count, why),) = scene.dispatcher.features.model_router.list_held_back()
+        ((name, count, why),) = find_part(scene.dispatcher, ModelRouter).list_held_back()
         assert (name, count) == ("qwen", 1)
         assert re.search("'qwen' is drained by ada since .*: the tokenizer is wrong", why)
-        assert scene.dispatcher.features.model_router.describe_model("qwen").startswith("drained by ada")
+        assert find_part(scene.dispatcher, ModelRouter).describe_model("qwen").startswith("drained by ada")
         assert await scene.store.undrain_version("qwen")
         await asyncio.sleep(EXCHANGE_INTERVAL_S + 1)
         assert gateway.sent_as == {"r1": "qwen-v2"}
@@ -562,7 +565,7 @@ def test_version_is_listed_separately_only_if_a_request_waits_for_it() -> None:
     gateway = VersionGateway()
 
     def names(scene: Scene) -> list[str]:
-        return [snapshot.name for snapshot, _ in scene.dispatcher.features.model_router.list_states()]
+        return [snapshot.name for snapshot, _ in find_part(scene.dispatcher, ModelRouter).list_states()]
 
     async def check(scene: Scene) -> None:
         update_listings(scene, a="qwen-v1 qwen-v2 other")
@@ -607,7 +610,7 @@ def test_status_shows_each_version_with_its_labels_and_drains() -> None:
         assert (oldest.name, oldest.drained, oldest.labels) == ("qwen-v1", True, ["old", "stable"])
         assert str(oldest.drained_by).endswith(": it leaks")
         assert build_models_status(scene).model_registry_problem is None
-        versions = scene.dispatcher.features.model_router.versions
+        versions = find_part(scene.dispatcher, ModelRouter).versions
         assert versions.registry is not None
         versions.registry = replace(versions.registry, problem="the key holds a list")
         assert build_models_status(scene).model_registry_problem == "the key holds a list"
@@ -645,16 +648,16 @@ def test_requests_wait_while_no_version_is_served() -> None:
         update_listings(scene, a="other")
         await submit_requests(scene, "r1")
         await asyncio.sleep(EXCHANGE_INTERVAL_S + 1)
-        ((_, _, why),) = scene.dispatcher.features.model_router.list_held_back()
+        ((_, _, why),) = find_part(scene.dispatcher, ModelRouter).list_held_back()
         assert "no version of 'qwen' is served" in why
-        assert "no version of 'qwen' is served" in scene.dispatcher.features.model_router.describe_model(
+        assert "no version of 'qwen' is served" in find_part(scene.dispatcher, ModelRouter).describe_model(
             "qwen"
         )
         update_listings(scene, a="other qwen-v1")
         await asyncio.sleep(1)
         assert gateway.sent_as == {"r1": "qwen-v1"}
         ((snapshot, _), *_) = [
-            each for each in scene.dispatcher.features.model_router.list_states() if each[0].name == "qwen"
+            each for each in find_part(scene.dispatcher, ModelRouter).list_states() if each[0].name == "qwen"
         ]
         assert (snapshot.state, snapshot.serving_count, snapshot.endpoint_count) == ("ready", 1, 1)
 
@@ -771,7 +774,7 @@ def test_without_families_requests_are_not_changed() -> None:
         await submit_requests(scene, "r1", payload=b'{"model":"qwen"}')
         await asyncio.sleep(1)
         assert gateway.bodies == {"r1": b'{"model":"qwen"}'}
-        assert not scene.dispatcher.features.model_router.versions
+        assert not find_part(scene.dispatcher, ModelRouter).versions
         scene.dispatcher.reconfigure(options())
         update_listings(scene, a="qwen qwen-v1")
         await submit_requests(scene, "r2")
@@ -803,7 +806,7 @@ def test_update_time_grows_with_versions_and_not_with_families_times_names() -> 
             update_listings(scene, a=names)
             for _ in range(7):
                 started_at = process_time()
-                scene.dispatcher.features.model_router.versions.update_families()
+                find_part(scene.dispatcher, ModelRouter).versions.update_families()
                 durations_s.append(process_time() - started_at)
 
         run_in_scene(check, VersionGateway(), many_options)
@@ -819,7 +822,7 @@ def test_changes_of_many_versions_are_logged_up_to_a_maximum() -> None:
         update_listings(scene, a=names)
         assert list_version_states(scene, "m0-v2999") == ["cold", "open"]
         assert len(scene.events) <= 2 + MAX_LOGGED_CHANGES
-        family = scene.dispatcher.features.model_router.versions.get_family("m0")
+        family = find_part(scene.dispatcher, ModelRouter).versions.get_family("m0")
         assert family is not None
         assert len(family.make_snapshots()) == 3000
         update_listings(scene, a="m0-v1")
@@ -833,7 +836,7 @@ def test_completion_of_a_request_updates_families_only_if_needed() -> None:
     update_count = 0
 
     async def check(scene: Scene) -> None:
-        versions = scene.dispatcher.features.model_router.versions
+        versions = find_part(scene.dispatcher, ModelRouter).versions
         update_listings(scene, a="qwen-v1")
         await asyncio.sleep(1)
         update_families = versions.update_families
