@@ -30,11 +30,9 @@ def build_hooks(context: KernelContext) -> Hooks:
         reconfigure=(router.reconfigure, warm_ups.reconfigure),
     )
     settings = context.options.of(ModelOptions).settings
-    return (
-        hooks
-        if settings is None
-        else join_hooks([hooks, _watch_servers(context, settings, router, warm_ups)])
-    )
+    if settings is None:
+        return hooks
+    return join_hooks([hooks, _watch_servers(context, settings, router, warm_ups)])
 
 
 def _watch_servers(
