@@ -27,6 +27,10 @@ class FeatureCheck:
         """Report whether the files that settings of the feature name can be used."""
         return ()
 
+    def find_only_model(self, settings: Settings) -> str:
+        """Return the name of the model that the settings name. Empty if it is not exactly one."""
+        return ""
+
     def list_urls(self, settings: Settings) -> Sequence[SecretUrl]:
         """Return the URLs of servers that the feature connects to."""
         return ()

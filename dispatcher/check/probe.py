@@ -116,7 +116,7 @@ class _ProbeDriver:
             observe_s=min(OBSERVE_S, plan.duration_s / 4),
         )
         self.poller = Poller(build_sources(settings), settings.signals, policy, self._record_poll)
-        self._gateway = HttpGateway(settings.gateway, subset_header=settings.serving.subset_header)
+        self._gateway = HttpGateway(settings.gateway, subset_header=settings.endpoints_header)
         self._payload = build_payload(settings.gateway.path, plan.model)
         self._duration_s = plan.duration_s
         self._limiter = Limiter(policy, list_possible_signals(settings.signals.use))

@@ -161,12 +161,12 @@ def _make_probe_plan(settings: Settings, model_name: str, seconds: float, max_in
 
     if not PROBE_MIN_S <= seconds <= PROBE_MAX_S:
         raise typer.BadParameter(f"--probe-seconds must be from {PROBE_MIN_S:g} to {PROBE_MAX_S:g}")
-    # A model with `match` is a family: producers use its name, but servers know only its versions.
-    model_names = [model.name for model in settings.models if not model.match]
-    if not model_name and not (len(model_names) == len(settings.models) == 1):
+    found_names = (check.find_only_model(settings) for check in list_feature_checks())
+    model_name = model_name or next(filter(None, found_names), "")
+    if not model_name:
         message = "--probe needs --probe-model NAME, because the settings do not name exactly one model"
         raise typer.BadParameter(message)
-    return ProbePlan(model_name or model_names[0], seconds, max_in_flight)
+    return ProbePlan(model_name, seconds, max_in_flight)
 
 
 def _run_probe(

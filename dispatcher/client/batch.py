@@ -396,8 +396,8 @@ class BatchClient:
         QueueUnreachableError.
         """
         # Imported here, because most programs run no files and should start fast.
-        from dispatcher.features.batch_files.options import FileOptions, FilePaths
         from dispatcher.features.batch_files.run import run_file
+        from dispatcher.features.batch_files.run_options import FileOptions, FilePaths
 
         input_source, output_target = (
             Path(each) if isinstance(each, str) else each for each in (source, output)

@@ -1,4 +1,4 @@
-"""Implement `ports.ModelServers` over HTTP: calls that go straight to one model server, past the gateway.
+"""Calls over HTTP that go straight to one model server, past the gateway (`ModelServers` of models).
 
 The addresses and the credentials of the servers come from the code that asks them for their models. They
 change with settings, endpoints and rotated files, so they are looked up for each call.
@@ -68,7 +68,7 @@ class DirectServers:
         self._tls: ssl.SSLContext | None = None
 
     async def post(self, endpoint: str, path: str, body: bytes, *, deadline: float) -> Outcome:
-        """Send one call, as described in `ports.ModelServers`. A path that is not plain is Refused."""
+        """Send one call, as described in `ModelServers`. A path that is not plain is Refused."""
         if not is_plain_path(path):
             return Refused(f"{path[:100]!r} is not a plain path")
         if deadline <= asyncio.get_running_loop().time():

@@ -190,6 +190,25 @@ class Load(Protocol):
         ...
 
 
+class KnownEndpoints(Protocol):
+    """State of the endpoints of the pool, as far as Kubernetes shows it."""
+
+    @property
+    def addresses(self) -> tuple[str, ...] | None:
+        """Host and port of each ready endpoint. `None` if they are not known."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """True if nothing more is expected to become known soon."""
+        ...
+
+    @property
+    def has_cluster(self) -> bool:
+        """False if there is no Kubernetes cluster."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Hooks:
     """All parts of the features, in the order in which they are called."""
@@ -206,6 +225,8 @@ class Hooks:
     """Called each time the loop has worked. May stop leases."""
     on_counts: tuple[Callable[[QueueCounts], None], ...] = ()
     """Called with each count of the queue."""
+    on_endpoints: tuple[Callable[[KnownEndpoints], None], ...] = ()
+    """Called when something about the endpoints of the pool has changed."""
     after_sweep: tuple[Callable[[], Awaitable[None]], ...] = ()
     """Called about once a second, after a sweep of the queue."""
     claims_request: tuple[Callable[[Request], bool], ...] = ()

@@ -22,8 +22,8 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
 
+from dispatcher.features import import_modules
 from dispatcher.gateway.contract import Gateway
 from dispatcher.kernel.attempts import AttemptRunner
 from dispatcher.kernel.claiming import Claimer
@@ -31,7 +31,7 @@ from dispatcher.kernel.context import KernelContext
 from dispatcher.kernel.error_guard import RESTART_PAUSE_S, ErrorGuard, start_task
 from dispatcher.kernel.flush import CompletionFlusher
 from dispatcher.kernel.health_watch import HealthWatch
-from dispatcher.kernel.hooks import Hooks
+from dispatcher.kernel.hooks import Hooks, join_hooks
 from dispatcher.kernel.journal import Journal
 from dispatcher.kernel.lanes import LaneRules
 from dispatcher.kernel.maintenance import Maintenance
@@ -60,26 +60,12 @@ FINAL_FLUSH_S = 10.0
 """Time that a stopping process tries to flush its completions."""
 
 
-class FeatureSet(Protocol):
-    """The features of a dispatcher."""
-
-    @property
-    def hooks(self) -> Hooks:
-        """Their parts in the kernel."""
-        ...
+def build_feature_hooks(context: KernelContext) -> Hooks:
+    """Create all features that this build has, and return their hooks."""
+    return join_hooks([module.build_hooks(context) for module in import_modules("hooks").values()])
 
 
-F = TypeVar("F", bound=FeatureSet)
-
-
-class NoFeatures:
-    """The features of a dispatcher that only sends plain requests."""
-
-    def __init__(self, _context: KernelContext) -> None:
-        self.hooks = Hooks()
-
-
-class Dispatcher(Generic[F]):
+class Dispatcher:
     """One owner that works on one queue. `run` returns after `drain`."""
 
     def __init__(
@@ -91,14 +77,14 @@ class Dispatcher(Generic[F]):
         journal: Journal,
         random_source: random.Random | None = None,
         *,
-        build_features: Callable[[KernelContext], F],
+        build_hooks: Callable[[KernelContext], Hooks] = build_feature_hooks,
         clock: Callable[[], float] | None = None,
         weigh_request: Callable[[Request], int] = compute_units,
     ) -> None:
         """Create the parts of the loop.
 
-        `build_features` creates the features, or `NoFeatures`. `clock` returns seconds that go on while the
-        machine sleeps; by default, the time of the loop.
+        `build_hooks` creates the features, by default all of them. `clock` returns seconds that go on while
+        the machine sleeps; by default, the time of the loop.
         """
         self.limiter = limiter
         self.last_round_at = 0.0
@@ -110,8 +96,7 @@ class Dispatcher(Generic[F]):
             access, limiter, gateway, journal, options, random_source or random.Random()
         )
         self._in_flight, self._journal = context.in_flight, journal
-        self.features = build_features(context)
-        context.hooks = self.features.hooks
+        context.hooks = build_hooks(context)
         self._maintenance = Maintenance(context)
         self._judge = OutcomeJudge(context, self._maintenance)
         guard = ErrorGuard(context)

@@ -21,13 +21,9 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 from dispatcher import __version__
-from dispatcher.features.all_features import AllFeatures
-from dispatcher.features.models.watch import ModelWatch
-from dispatcher.gateway.direct import DirectServers
 from dispatcher.gateway.http_gateway import HttpGateway
 from dispatcher.kernel import Dispatcher, Journal
 from dispatcher.kernel.error_guard import start_task
@@ -54,13 +50,12 @@ from dispatcher.settings.load import (
     reload_settings,
 )
 from dispatcher.settings.model import Settings
-from dispatcher.settings.warmups import WarmupFiles
 from dispatcher.settings.watch import preload_watcher as prepare_watch
 from dispatcher.settings.watch import watch_config
 from dispatcher.settings.yaml_source import Problem
 from dispatcher.signals.kubernetes import capacity
 from dispatcher.signals.kubernetes.capacity import CapacityWatch, Endpoints
-from dispatcher.signals.kubernetes.cluster import NO_CLUSTER, ClusterAccess
+from dispatcher.signals.kubernetes.cluster import find_cluster_access
 from dispatcher.signals.poller import Poller, SourcePoll
 from dispatcher.signals.readings import list_possible_signals
 from dispatcher.signals.sources import build_sources
@@ -103,7 +98,6 @@ class Service:
         observe: bool,
     ) -> None:
         self.settings = settings
-        self.warmups = WarmupFiles.load_usable(settings)
         self.config_generation = 1
         self._config_hash = _hash_text(text)
         self.config_problem: str | None = None
@@ -117,19 +111,13 @@ class Service:
         self.journal = Journal(self.metrics)
         self._poll: SourcePoll | None = None
         self.limiter = Limiter(settings.limit_policy(), list_possible_signals(settings.signals.use))
-        options = build_options(settings, self.warmups, observe=observe)
-        self.servers = DirectServers(
-            # Created below; a reload replaces the settings, so both are looked up at each call.
-            lambda endpoint: self.model_watch.find_server(endpoint),
-            lambda: self.settings.gateway.max_response_bytes,
-        )
+        options = build_options(settings, observe=observe)
         self.dispatcher = Dispatcher(
             queue,
             gateway,
             self.limiter,
             options,
             self.journal,
-            build_features=partial(AllFeatures, servers=self.servers),
             clock=_get_seconds_since_boot,
         )
         self.poller = Poller(
@@ -141,11 +129,6 @@ class Service:
         )
         self.watch = self._build_watch(settings)
         self._watch_changed = asyncio.Event()
-        self.model_watch = ModelWatch(
-            settings,
-            self.dispatcher.features.model_router.update_listings,
-            access=_get_cluster_access(settings),
-        )
         self.loop_lag = LoopLagWatch(self._report_slow_loop)
         self._pool_sharing = PoolSharing(
             queue, lambda: get_pool_identity(self.settings, self._known_endpoints), observe=observe
@@ -175,7 +158,6 @@ class Service:
             background_tasks = [
                 start_task(tasks, self._run_poller, "signals"),
                 start_task(tasks, self._run_watch, "capacity"),
-                start_task(tasks, self.model_watch.run, "models"),
                 start_task(tasks, self.loop_lag.watch_loop, "loop-lag"),
                 start_task(tasks, self._pool_sharing.run, "pool-sharing"),
             ]
@@ -198,7 +180,7 @@ class Service:
 
     def _build_watch(self, settings: Settings) -> CapacityWatch:
         return CapacityWatch(
-            settings.pool, settings.signals.epp, self._handle_endpoints, access=_get_cluster_access(settings)
+            settings.pool, settings.signals.epp, self._handle_endpoints, access=find_cluster_access(settings)
         )
 
     async def _run_watch(self) -> None:
@@ -215,23 +197,22 @@ class Service:
         changes nothing if a file that it names cannot be used."""
         # First build everything that is new, which can raise, so that a bad file changes nothing.
         before, now = self.settings, _get_loop_time()
-        new_sources, files = build_sources(settings), WarmupFiles.load_usable(settings)
-        options, policy = build_options(settings, files, observe=self._observe), settings.limit_policy()
+        new_sources, policy = build_sources(settings), settings.limit_policy()
+        options = build_options(settings, observe=self._observe)
         # A pool that is watched needs another watch than one whose endpoints are not watched.
         is_other_pool = settings.signals.watches_pool != before.signals.watches_pool
         new_watch = self._build_watch(settings) if is_other_pool else None
-        self.settings, self.warmups = settings, files
+        self.settings = settings
         self.config_generation += 1
         self._config_hash = _hash_text(text)
         self.config_problem = None
         self.limiter.set_policy(policy, now)
         self._update_capacity(now)
         self.dispatcher.reconfigure(options)
-        self.model_watch.reconfigure(settings, _get_cluster_access(settings))
-        subset_header, headers = settings.serving.subset_header, tuple(settings.session_headers.values())
+        subset_header, headers = settings.endpoints_header, tuple(settings.session_headers.values())
         if (settings.gateway, subset_header, headers) != (
             before.gateway,
-            before.serving.subset_header,
+            before.endpoints_header,
             tuple(before.session_headers.values()),
         ):
             self._gateway.reconfigure(settings.gateway, subset_header=subset_header, session_headers=headers)
@@ -281,7 +262,8 @@ class Service:
             self._watch_settled.set()
         self._update_capacity(_get_loop_time())
         self.poller.update_from_watch(endpoints.epp_addresses, endpoints.ready)
-        self.model_watch.update_endpoints(endpoints)
+        for on_endpoints in self.dispatcher.context.hooks.on_endpoints:
+            on_endpoints(endpoints)
         self.dispatcher.wake_up()
 
     def _report_slow_loop(self) -> None:
@@ -371,14 +353,13 @@ async def serve(
         queue, queue_admin = await stack.enter_async_context(open_queue(settings))
         gateway = HttpGateway(
             settings.gateway,
-            subset_header=settings.serving.subset_header,
+            subset_header=settings.endpoints_header,
             session_headers=settings.session_headers.values(),
         )
         await gateway.prepare()
         # Callbacks run in reverse order: the gateway closes after the service, the queue last.
         stack.push_async_callback(gateway.aclose)
         service = Service(settings, text, queue, queue_admin, gateway, observe=observe)
-        stack.push_async_callback(service.servers.aclose)
         stack.enter_context(add_sink(service.metrics.count_event))
         admin = settings.admin
         views = service.build_views()
@@ -582,10 +563,6 @@ def _needs_watched_picker(settings: Settings) -> bool:
 def _hash_text(text: str) -> str:
     """Return the start of the SHA-256 of a configuration file."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _get_cluster_access(settings: Settings) -> ClusterAccess:
-    return ClusterAccess() if settings.signals.watches_pool else NO_CLUSTER
 
 
 def _get_loop_time() -> float:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from dispatcher.common.duration import parse_duration
+from dispatcher.features import import_modules
 from dispatcher.settings.model import AdminSettings, PoolSettings, Settings
 from dispatcher.settings.queue import QueueSettings, with_derived_names
 from dispatcher.settings.small_files import read_regular_file, read_with_timeout
@@ -32,8 +33,10 @@ NEEDS_RESTART = ("pool", "queue", "admin", "tracing", "gateway.url")
 """Sections and keys that cannot change while a dispatcher runs. A reload that changes one is rejected."""
 PATH_ENDINGS = ("_file", "_dir")
 """Endings of keys whose values are paths."""
-PATHS_IN_LISTS = (("models", "warmup"),)
-"""Lists, with the keys of their entries whose values are paths."""
+PATHS_IN_LISTS: tuple[tuple[str, str], ...] = tuple(
+    each for module in import_modules("settings").values() for each in getattr(module, "PATHS_IN_LISTS", ())
+)
+"""Lists of features, with the keys of their entries whose values are paths."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ object.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
+from operator import attrgetter
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     Field,
@@ -21,11 +22,8 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from dispatcher.features import import_modules
 from dispatcher.limit.budget import Policy
-from dispatcher.requests.headers import normalize_name
-from dispatcher.settings.models import MAX_MODELS, Models, ModelSettings
 from dispatcher.settings.queue import QueueSettings, with_derived_names
 from dispatcher.settings.section import Section
-from dispatcher.settings.serving import ServingSettings, is_observing_models, with_vllm_servers
 from dispatcher.settings.signals import SignalsSettings, Source
 from dispatcher.settings.tls import TlsSettings
 from dispatcher.settings.values import (
@@ -324,8 +322,9 @@ class TracingSettings(Section):
 
 
 class _FirstSections(Section, BaseSettings):
-    # pydantic merges the configuration of both base classes.
-    model_config: ClassVar[SettingsConfigDict] = {}
+    # pydantic merges the configuration of both base classes. A class that only `Settings` inherits from needs
+    # no validator of its own, which is slow to build.
+    model_config: ClassVar[SettingsConfigDict] = {"defer_build": True}
 
     pool: PoolSettings = PoolSettings()
     gateway: GatewaySettings
@@ -334,28 +333,20 @@ class _FirstSections(Section, BaseSettings):
     budget: BudgetSettings = BudgetSettings()
 
 
-def _list_feature_sections() -> dict[str, Any]:
-    """Return the types and defaults of the sections of all features, by key, in the order of their places."""
-    modules = sorted(import_modules("settings").values(), key=lambda module: module.PLACE)
-    return {key: (kind, kind()) for module in modules for key, kind in module.SECTIONS.items()}
-
-
 if TYPE_CHECKING:
     _FeatureSections = _FirstSections
 else:
-    _FeatureSections = create_model("_FeatureSections", __base__=_FirstSections, **_list_feature_sections())
+    # pydantic takes the fields of the last base class first.
+    _modules = sorted(import_modules("settings").values(), key=attrgetter("PLACE"), reverse=True)
+    _bases = (*(module.Sections for module in _modules), _FirstSections)
+    _FeatureSections = create_model("_FeatureSections", __base__=_bases)
 
 
 class Settings(_FeatureSections):
     """Complete configuration of one dispatcher: the sections of the kernel and those of the features."""
 
-    serving: ServingSettings = ServingSettings()
-    models: Models = Field(
-        (),
-        description=f"Models, at most {MAX_MODELS:,}, for which requests wait while the pool does not serve "
-        "them. Requests for other models that were never served are sent unchanged. With `match`, requests "
-        "are sent to a version of the model.",
-    )
+    model_config: ClassVar[SettingsConfigDict] = {"defer_build": False}
+
     retry: RetrySettings = RetrySettings()
     shutdown: ShutdownSettings = ShutdownSettings()
     admin: AdminSettings = AdminSettings()
@@ -370,35 +361,6 @@ class Settings(_FeatureSections):
             raise setting_error("max_in_flight is required when signals.source is fixed: it is the limit")
         return budget
 
-    @field_validator("serving")
-    @classmethod
-    def _check_subset_header(cls, serving: ServingSettings, info: ValidationInfo) -> ServingSettings:
-        header, gateway = normalize_name(serving.subset_header), info.data.get("gateway")
-        taken: dict[str, str] = {}
-        if isinstance(gateway, GatewaySettings):
-            taken |= dict.fromkeys(map(normalize_name, gateway.headers), "gateway.headers")
-        for section, values in info.data.items():
-            if isinstance(values, Section):
-                taken |= {
-                    normalize_name(name): f"{section}.{key}" for key, name in values.session_headers.items()
-                }
-        if header and header in taken:
-            raise setting_error(f"subset_header: {taken[header]} has that header already")
-        return serving
-
-    @field_validator("models")
-    @classmethod
-    def _check_versions_observed(cls, models: tuple[ModelSettings, ...], info: ValidationInfo) -> Any:
-        serving = info.data.get("serving")
-        if isinstance(serving, ServingSettings) and serving.observe == "off":
-            for place, model in enumerate(models):
-                if model.is_family:
-                    key = "match" if model.match else "warmup"
-                    raise setting_error(
-                        f"[{place}].{key} needs to see what is served, and serving.observe is off"
-                    )
-        return models
-
     @property
     def session_headers(self) -> Mapping[str, str]:
         sections = [(section, value) for section, value in self if isinstance(value, Section)]
@@ -407,6 +369,11 @@ class Settings(_FeatureSections):
             for section, value in sections
             for key, name in value.session_headers.items()
         }
+
+    @property
+    def endpoints_header(self) -> str:
+        headers = (value.endpoints_header for _, value in self if isinstance(value, Section))
+        return next(filter(None, headers), "")
 
     @classmethod
     def settings_customise_sources(
@@ -437,19 +404,9 @@ class Settings(_FeatureSections):
         object.__setattr__(self, "queue", with_derived_names(self.queue, self.pool.name))
         return self
 
-    @property
-    def observes_models(self) -> bool:
-        """True if the dispatcher observes which models the pool serves."""
-        return is_observing_models(self.serving, self.models)
-
-    @property
-    def serving_with_servers(self) -> ServingSettings:
-        """Section `serving`, with the servers of `signals.vllm` if it names none."""
-        return with_vllm_servers(self.signals.vllm, self.serving)
-
     def get_section(self, kind: type[S]) -> S:
-        """Return the section of a feature by its class."""
-        return next(value for _, value in self if isinstance(value, kind))
+        """Return the section of a feature by its class, or the settings themselves as its `Sections`."""
+        return self if isinstance(self, kind) else next(value for _, value in self if isinstance(value, kind))
 
     def limit_policy(self, source: Source | None = None) -> Policy:
         """Return the policy of the limiter for readings from `source`, by default the preferred source."""

@@ -24,6 +24,12 @@ class Section(BaseModel):
         producer must not set them."""
         return {}
 
+    @property
+    def endpoints_header(self) -> str:
+        """Header that names the endpoints to which the gateway may send a request. Empty if the section has
+        none."""
+        return ""
+
     @model_validator(mode="before")
     @classmethod
     def _empty_is_all_defaults(cls, data: Any) -> Any:

@@ -28,6 +28,7 @@ from dispatcher.requests.headers import (
     VALUE,
     normalize_name,
 )
+from dispatcher.requests.lanes import MAX_MODEL_NAME_BYTES
 
 MASK = "***"
 CONTROL_HEADERS = {
@@ -275,7 +276,21 @@ def _check_key(value: str) -> str:
     return value
 
 
+def check_model_name(name: str) -> str:
+    """Return the name of a model if it is valid. Raises PydanticCustomError otherwise."""
+    if not name or name != name.strip():
+        raise setting_error("must not be empty, nor have blanks at its ends")
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:
+        raise setting_error("is not valid Unicode") from None
+    if size > MAX_MODEL_NAME_BYTES:
+        raise setting_error(f"must not be longer than {MAX_MODEL_NAME_BYTES} bytes")
+    return name
+
+
 Text = Annotated[str, AfterValidator(_check_no_controls)]
+ModelName = Annotated[Text, AfterValidator(check_model_name)]
 Label = Annotated[str, AfterValidator(_check_label)]
 UrlPath = Annotated[str, AfterValidator(_check_path)]
 Key = Annotated[str, AfterValidator(_check_key)]

@@ -14,7 +14,6 @@ from collections.abc import Callable
 
 import pytest
 
-from dispatcher.features.all_features import AllFeatures
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal, Options
 from dispatcher.limit.budget import Policy, Reading, Signal
@@ -82,9 +81,7 @@ async def measure_loop_cost(journal: Journal, read_meter: Callable[[], float]) -
     )
     limiter = Limiter(Policy(max_sys=LIMIT * 4, max_in_flight=LIMIT, max_age_s=1000), [Signal.REQUESTS])
     queue = MemoryQueue(store, "a")
-    dispatcher = Dispatcher(
-        queue, InstantGateway(), limiter, Options(RetryPolicy()), journal, build_features=AllFeatures
-    )
+    dispatcher = Dispatcher(queue, InstantGateway(), limiter, Options(RetryPolicy()), journal)
     now = loop.time()
     gc.collect()  # so that no run pays for the objects of the one before
     cost_before = read_meter()

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.client.item import Item, build_submission, encode_mapping
-from dispatcher.features.batch_files.options import FileOptions, build_line_reader
+from dispatcher.features.batch_files.run_options import FileOptions, build_line_reader
 from dispatcher.requests.request import Request, parse_member
 
 

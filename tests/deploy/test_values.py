@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from dispatcher.features.models.settings import get_models
 from dispatcher.queue.redis.connect import connect
 from dispatcher.settings.load import key_paths, parse_settings
 from dispatcher.settings.model import Settings
@@ -270,7 +271,7 @@ def test_warmup_file_is_mounted_at_the_path_of_the_guide() -> None:
     page = (DOCS / "how-to" / "models.md").read_text()
     (values,) = re.findall(r"<!-- values -->\n```yaml\n(.*?)```", page, re.DOTALL)
     release = render(yaml.safe_load(values))
-    (model,) = release.settings().models
+    (model,) = get_models(release.settings())
     mounts = {each["mountPath"]: each["name"] for each in release.container["volumeMounts"]}
     volumes = {each["name"]: each for each in release.pod["volumes"]}
     folder, _, name = model.warmup.rpartition("/")

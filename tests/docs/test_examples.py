@@ -20,6 +20,7 @@ from dispatcher.check.settings import find_doubts
 from dispatcher.cli import VERBS
 from dispatcher.features.merging.settings import BatchingSettings
 from dispatcher.features.merging.shapes import KNOWN_CAPS
+from dispatcher.features.models.settings import get_models
 from dispatcher.features.models.warmup import WarmupRequest, WarmupRules, parse_warmup
 from dispatcher.settings.load import parse_settings
 from dispatcher.settings.model import Settings
@@ -205,7 +206,7 @@ def test_model_and_warmup_examples_on_their_page_are_valid() -> None:
         settings = parse_settings(f"gateway: {{url: http://gateway}}\n{block}", {})
         assert isinstance(settings, Settings), settings
         assert [each for each in find_doubts(settings) if each.where.startswith("models")] == []
-        policies += [str(model.policy) for model in settings.models if model.match]
+        policies += [str(model.policy) for model in get_models(settings) if model.match]
     assert policies == ["latest", "all", '{"label": "stable"}', "latest"]
     (lines,) = re.findall(r"^```json\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     requests = parse_warmup(lines.encode(), WarmupRules("/v1/completions"))

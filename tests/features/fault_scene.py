@@ -14,6 +14,7 @@ from dispatcher.features.merging.options import MergeOptions
 from dispatcher.features.merging.rules import BatchRule, MergeMode
 from dispatcher.features.merging.shapes import SHAPES
 from dispatcher.features.models.availability import ModelTerms, WhenNotServed
+from dispatcher.features.models.options import ModelOptions
 from dispatcher.features.sequences.turns import Turn
 from dispatcher.features.slices.eligibility import SliceTerms
 from dispatcher.features.slices.options import SliceOptions
@@ -44,8 +45,8 @@ OPTIONS = Options(
             (BatchRule((EMBEDDINGS,), SHAPES["embeddings"], MergeMode.ON, GroupingRule(8, max_delay_s=0.02)),)
         ),
         SliceOptions(is_on=True, terms=SliceTerms(20, 21, (CHAT,)), spread=0.0),
+        ModelOptions(ModelTerms({"m": WhenNotServed.WAIT})),
     ),
-    model_terms=ModelTerms({"m": WhenNotServed.WAIT}),
 )
 
 

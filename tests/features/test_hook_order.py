@@ -6,9 +6,9 @@ import asyncio
 from dataclasses import fields
 from typing import Any
 
-from dispatcher.features.all_features import AllFeatures
 from dispatcher.kernel.context import KernelContext
 from dispatcher.kernel.hooks import Hooks, LeasePart, join_hooks
+from dispatcher.kernel.loop import build_feature_hooks
 from dispatcher.kernel.options import Options
 from dispatcher.kernel.queue_access import QueueAccess
 from dispatcher.requests.lease_validity import LeaseValidity
@@ -36,7 +36,7 @@ async def test_stages_and_parts_of_features_are_asked_in_this_order() -> None:
     queue = MemoryQueue(MemoryStore(clock=clock, unix_origin=0.0, lease_s=30.0), "a")
     access = QueueAccess(queue, limiter, LeaseValidity(30.0, 5.0), clock)
     nothing: Any = None
-    hooks = AllFeatures(KernelContext(access, limiter, nothing, nothing, Options(RetryPolicy()))).hooks
+    hooks = build_feature_hooks(KernelContext(access, limiter, nothing, nothing, Options(RetryPolicy())))
     assert [type(each).__name__ for each in hooks.first_stages] == ["TurnChecker"]
     assert [type(each).__name__ for each in hooks.stages] == ["ModelRouter", "Slicer", "RequestMerger"]
     parts = ["TurnChecker", "ModelRouter", "Slicer", "RequestMerger"]

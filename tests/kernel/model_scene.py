@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 from dispatcher.features.models.availability import Listing
+from dispatcher.features.models.model_router import ModelRouter
+from dispatcher.features.models.options import ModelOptions
+from dispatcher.kernel import Options
 from dispatcher.requests.request import encode_member
 from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.events import Event
-from tests.kernel.scene import Scene
+from tests.kernel.scene import Scene, find_part
 
 MODEL_NOT_FOUND_BODY = (
     b'{"object":"error","message":"The model `%s` does not exist.","type":"NotFoundError","param":"model"}'
@@ -23,7 +27,7 @@ EXCHANGE_INTERVAL_S = 5.0
 def update_listings(scene: Scene, **endpoints: str | None) -> None:
     """Report the models of each endpoint, with spaces between their names. `None` if they cannot be read."""
     at = asyncio.get_running_loop().time()
-    scene.dispatcher.features.model_router.update_listings(
+    find_part(scene.dispatcher, ModelRouter).update_listings(
         [
             Listing(name, at, None, problem="it does not answer")
             if models is None
@@ -31,6 +35,12 @@ def update_listings(scene: Scene, **endpoints: str | None) -> None:
             for name, models in endpoints.items()
         ]
     )
+
+
+def change_models(options: Options, **changes: Any) -> Options:
+    """Return the options with other options of models."""
+    changed = replace(options.of(ModelOptions), **changes)
+    return replace(options, of_features={**options.of_features, ModelOptions: changed})
 
 
 async def submit_requests(

@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dispatcher.features.all_features import AllFeatures
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
@@ -23,7 +22,6 @@ from dispatcher.requests.request import Request, encode_member
 from dispatcher.requests.submission import Submission
 from dispatcher.service.loop_options import build_options
 from dispatcher.settings.model import Settings
-from dispatcher.settings.warmups import WarmupFiles
 from dispatcher.telemetry.events import divert_events
 from dispatcher.telemetry.metrics import Metrics
 from tests.memory_queue import MemoryQueue, MemoryStore
@@ -127,10 +125,9 @@ def run_plain_requests(
             queue,
             SteadyGateway(answer_s, spread_s),
             limiter,
-            build_options(settings, WarmupFiles.load_usable(settings), observe=False),
+            build_options(settings, observe=False),
             Journal(Metrics(settings.pool.name)),
             random.Random(0),
-            build_features=AllFeatures,
         )
         task = loop.create_task(dispatcher.run())
         await asyncio.sleep(start_s)

@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
-from dispatcher.features.all_features import AllFeatures
-from dispatcher.features.models.servers import ModelServers
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal, Options
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
@@ -127,9 +124,10 @@ def request(number: int = 1, **changes: Any) -> Request:
     return Request(**{"id": f"r-{number}", "deadline": 10**10, "payload": b"{}", **changes})
 
 
-def find_part(dispatcher: Dispatcher[AllFeatures], kind: type[T]) -> T:
+def find_part(dispatcher: Dispatcher, kind: type[T]) -> T:
     """Return the part of this type that a feature has in the dispatcher."""
-    return next(part for part in dispatcher.features.hooks.lease_parts if isinstance(part, kind))
+    hooks = dispatcher.context.hooks
+    return next(part for part in (*hooks.lease_parts, *hooks.loads) if isinstance(part, kind))
 
 
 class Scene:
@@ -139,7 +137,6 @@ class Scene:
         self,
         gateway: AnsweringGateway | None = None,
         options: Options | None = None,
-        servers: ModelServers | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.events: list[tuple[Event, Mapping[str, Any]]] = []
@@ -152,7 +149,6 @@ class Scene:
             self.limiter,
             options or Options(RetryPolicy()),
             Journal(self.metrics),
-            build_features=partial(AllFeatures, servers=servers),
         )
         self.task = asyncio.create_task(self.dispatcher.run())
 
@@ -184,15 +180,13 @@ def run_in_scene(
     check: Callable[[Scene], Awaitable[None]],
     gateway: AnsweringGateway | None = None,
     options: Options | None = None,
-    *,
-    servers: ModelServers | None = None,
 ) -> None:
     """Run `check` beside the dispatcher, then drain it and wait until it has stopped."""
 
     async def main() -> None:
         events: list[tuple[Event, Mapping[str, Any]]] = []
         with divert_events(lambda event, fields: events.append((event, fields))):
-            scene = Scene(gateway, options, servers)
+            scene = Scene(gateway, options)
             scene.events = events
             await check(scene)
             scene.dispatcher.drain(1.0)

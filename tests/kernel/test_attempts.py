@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from dispatcher.features.all_features import AllFeatures
 from dispatcher.gateway.buffers import AnswerBuffer, AnswerBufferPool
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel.attempts import AttemptRunner
@@ -18,6 +17,7 @@ from dispatcher.kernel.context import KernelContext
 from dispatcher.kernel.error_guard import ErrorGuard
 from dispatcher.kernel.in_flight import Attempt, InFlightLease, InFlightTable
 from dispatcher.kernel.journal import Journal
+from dispatcher.kernel.loop import build_feature_hooks
 from dispatcher.kernel.maintenance import Maintenance
 from dispatcher.kernel.options import Options
 from dispatcher.kernel.outcome_judge import MAX_RECORDS, OutcomeJudge
@@ -91,7 +91,7 @@ class Bench:
             in_flight=self.table,
         )
         self.completed = context.pending
-        context.hooks = AllFeatures(context).hooks
+        context.hooks = build_feature_hooks(context)
         self.access = access
         self.judge = OutcomeJudge(context, Maintenance(context))
         self.runner = AttemptRunner(context, self.judge, ErrorGuard(context))

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal, Options
 from dispatcher.kernel.claimed_request import ClaimedRequest
-from dispatcher.kernel.context import KernelContext
 from dispatcher.kernel.hooks import Hooks, LeasePart
 from dispatcher.kernel.in_flight import Attempt
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
@@ -57,17 +56,9 @@ class FaultyPart(NamedPart):
         raise RuntimeError("a defect")
 
 
-class TwoParts:
-    def __init__(self, *parts: NamedPart) -> None:
-        self.hooks = Hooks(stages=parts, lease_parts=parts)
-
-
 def run_with_parts(*parts: NamedPart) -> tuple[HeaderGateway, int | None]:
     """Send one request. Return the gateway, and the status of the result."""
     gateway, statuses = HeaderGateway(), []
-
-    def build(_context: KernelContext) -> TwoParts:
-        return TwoParts(*parts)
 
     async def main() -> None:
         store = MemoryStore(clock=asyncio.get_running_loop().time)
@@ -77,7 +68,7 @@ def run_with_parts(*parts: NamedPart) -> tuple[HeaderGateway, int | None]:
             open_limiter(),
             Options(RetryPolicy()),
             Journal(Metrics()),
-            build_features=build,
+            build_hooks=lambda _context: Hooks(stages=parts, lease_parts=parts),
         )
         store.add_member(member("r-1"), 1.0)
         task = asyncio.create_task(dispatcher.run())

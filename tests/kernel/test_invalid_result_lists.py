@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 
-from dispatcher.features.all_features import AllFeatures
 from dispatcher.kernel import Dispatcher, Journal, Options
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.limit.budget import Policy, Reading, Signal
@@ -47,7 +46,6 @@ def test_request_with_an_invalid_result_list_is_not_sent() -> None:
             limiter,
             Options(RetryPolicy()),
             Journal(Metrics()),
-            build_features=AllFeatures,
         )
         task = asyncio.create_task(dispatcher.run())
         await asyncio.sleep(5)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from dispatcher.features.all_features import AllFeatures
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal, Options
 from dispatcher.kernel.admission import LARGE_MEMBER_BYTES
@@ -438,7 +437,7 @@ def test_no_second_probe_is_claimed_while_one_runs() -> None:
 # Turns, settings, drain.
 
 
-class CountingDispatcher(Dispatcher[AllFeatures]):
+class CountingDispatcher(Dispatcher):
     """Dispatcher that counts its turns."""
 
     turn_count = 0
@@ -457,9 +456,7 @@ def test_one_turn_flushes_completions_and_claims_the_next_requests() -> None:
         store, gateway = MemoryStore(clock=asyncio.get_running_loop().time), AnsweringGateway()
         gateway.answer_after_s = 0.25
         queue, journal = MemoryQueue(store, "a"), Journal(Metrics())
-        dispatcher = CountingDispatcher(
-            queue, gateway, open_limiter(), Options(RetryPolicy()), journal, build_features=AllFeatures
-        )
+        dispatcher = CountingDispatcher(queue, gateway, open_limiter(), Options(RetryPolicy()), journal)
         task = asyncio.create_task(dispatcher.run())
         await asyncio.sleep(0.5)
         for number in range(100):

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from dispatcher.features.all_features import AllFeatures
 from dispatcher.features.models.queue.waiting import ModelWait
 from dispatcher.kernel import completions
 from dispatcher.kernel.context import KernelContext
 from dispatcher.kernel.in_flight import Attempt, InFlightLease, InFlightTable
 from dispatcher.kernel.journal import Journal
+from dispatcher.kernel.loop import build_feature_hooks
 from dispatcher.kernel.maintenance import (
     EXPIRE_BATCH_SIZE,
     FORECAST_INTERVAL_S,
@@ -128,7 +128,7 @@ class MaintenanceBench:
             options,
             in_flight=self.table,
         )
-        self.context.hooks = AllFeatures(self.context).hooks
+        self.context.hooks = build_feature_hooks(self.context)
         self.maintenance = Maintenance(self.context)
 
     async def send_requests(self, count: int, *, token: str = "") -> list[InFlightLease]:

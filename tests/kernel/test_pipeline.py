@@ -11,20 +11,21 @@ from typing import Any
 
 import pytest
 
-from dispatcher.features.all_features import AllFeatures
 from dispatcher.features.models.availability import Listing, ModelTerms, WhenNotServed
+from dispatcher.features.models.model_router import ModelRouter
+from dispatcher.features.models.options import FamilyOptions, ModelOptions
 from dispatcher.features.models.version_template import VersionTemplate
 from dispatcher.features.models.versions import FamilyTerms, PinScope
 from dispatcher.features.sequences.turns import Turn
 from dispatcher.kernel import Dispatcher, Journal, Options
-from dispatcher.kernel.options import FamilyOptions, VersionOptions
+from dispatcher.kernel.options import index_options
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.requests.outcomes.outcome import RetryPolicy
 from dispatcher.requests.request import encode_member
 from dispatcher.requests.result import ErrorCode, decode_result
 from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.metrics import Metrics
-from tests.kernel.scene import AnsweringGateway, open_limiter
+from tests.kernel.scene import AnsweringGateway, find_part, open_limiter
 from tests.memory_queue import MemoryQueue, MemoryStore
 
 CALL_S = 0.1
@@ -32,9 +33,11 @@ CALL_S = 0.1
 START_S = 2.0
 OPTIONS = Options(
     RetryPolicy(),
-    model_terms=ModelTerms({"qwen": WhenNotServed.WAIT, "night": WhenNotServed.WAIT}),
-    versions=VersionOptions(
-        (FamilyOptions(FamilyTerms("qwen", VersionTemplate("qwen-v"), pin=PinScope.JOB)),)
+    of_features=index_options(
+        ModelOptions(
+            ModelTerms({"qwen": WhenNotServed.WAIT, "night": WhenNotServed.WAIT}),
+            (FamilyOptions(FamilyTerms("qwen", VersionTemplate("qwen-v"), pin=PinScope.JOB)),),
+        )
     ),
 )
 CALLS_AFTER_CLAIM = {
@@ -94,10 +97,9 @@ class Bench:
             OPTIONS,
             Journal(Metrics()),
             weigh_request=lambda _request: weight,
-            build_features=AllFeatures,
         )
         at = asyncio.get_running_loop().time()
-        self.dispatcher.features.model_router.update_listings([Listing("a", at, ("qwen-v1",))])
+        find_part(self.dispatcher, ModelRouter).update_listings([Listing("a", at, ("qwen-v1",))])
 
     async def submit(self, payload: bytes = b"{}", within_s: float = 10**6, **member: Any) -> None:
         until = int(asyncio.get_running_loop().time() + within_s)

@@ -45,7 +45,7 @@ def test_feature_of_the_readme_adds_a_header_and_counts() -> None:
             open_limiter(),
             Options(RetryPolicy()),
             Journal(Metrics()),
-            build_features=namespace["TenantHeader"],
+            build_hooks=lambda context: namespace["TenantHeader"](context).hooks,
         )
         for number, tenant in enumerate(("red", "blue", "red", "")):
             metadata = {"tenant": tenant} if tenant else {}
@@ -56,8 +56,9 @@ def test_feature_of_the_readme_adds_a_header_and_counts() -> None:
         while (popped := store.pop_result()) is not None:
             results.append(decode_result(popped))
         assert sorted(result.status_code or 0 for result in results) == [200] * 4
-        assert dispatcher.features.counts == {"red": 2, "blue": 1}
-        assert dispatcher.features.leases == {}
+        (feature,) = dispatcher.context.hooks.lease_parts
+        assert vars(feature)["counts"] == {"red": 2, "blue": 1}
+        assert feature.leases == {}
         dispatcher.drain(1.0)
         await task
 

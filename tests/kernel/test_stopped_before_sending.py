@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from dispatcher.features.all_features import AllFeatures
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal, Options
 from dispatcher.kernel.in_flight import StopReason
@@ -53,7 +52,6 @@ def test_lease_stopped_before_the_first_step_of_its_task_is_completed_or_removed
             limiter,
             Options(RetryPolicy()),
             Journal(Metrics()),
-            build_features=AllFeatures,
         )
         async with dispatcher._tasks as tasks:
             dispatcher._runner.use_task_group(tasks)
@@ -129,7 +127,6 @@ def test_request_claimed_before_a_long_stall_is_returned_and_not_sent(
             Options(RetryPolicy()),
             Journal(Metrics()),
             clock=queue.clock,
-            build_features=AllFeatures,
         )
         async with dispatcher._tasks as tasks:
             dispatcher._runner.use_task_group(tasks)

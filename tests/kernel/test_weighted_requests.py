@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from dispatcher.features.all_features import AllFeatures
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal, Options
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
@@ -62,7 +61,7 @@ class Pool:
 
     def resize_connection_pool(self, max_requests: int) -> None: ...
 
-    def send_reading(self, dispatcher: Dispatcher[AllFeatures]) -> None:
+    def send_reading(self, dispatcher: Dispatcher) -> None:
         """Give a dispatcher the reading that a poll would yield now."""
         now, signal = asyncio.get_running_loop().time(), Signal.REQUESTS
         reading = Reading(signal, now, now, min(1.0, self.units / CAPACITY), 0.0, CAPACITY)
@@ -85,7 +84,7 @@ class DispatcherGroup:
     def __init__(self, tasks: asyncio.TaskGroup, store: MemoryStore, replicas: int) -> None:
         self.pool, self.store = Pool(), store
         self._tasks, self._started_count = tasks, 0
-        self.dispatchers: list[tuple[Dispatcher[AllFeatures], MemoryQueue, asyncio.Task[None]]] = []
+        self.dispatchers: list[tuple[Dispatcher, MemoryQueue, asyncio.Task[None]]] = []
         for _ in range(replicas):
             self.start()
 
@@ -103,13 +102,12 @@ class DispatcherGroup:
             journal,
             random.Random(self._started_count),
             weigh_request=get_weight,
-            build_features=AllFeatures,
         )
         task = self._tasks.create_task(dispatcher.run())
         self.dispatchers.append((dispatcher, queue, task))
         self._tasks.create_task(self._send_readings(dispatcher, task))
 
-    async def _send_readings(self, dispatcher: Dispatcher[AllFeatures], task: asyncio.Task[None]) -> None:
+    async def _send_readings(self, dispatcher: Dispatcher, task: asyncio.Task[None]) -> None:
         while not task.done():
             self.pool.send_reading(dispatcher)
             await asyncio.sleep(0.5)
@@ -192,7 +190,6 @@ def test_request_whose_units_cannot_be_set_is_returned_and_sent_later() -> None:
             Options(RetryPolicy()),
             Journal(Metrics()),
             weigh_request=get_weight,
-            build_features=AllFeatures,
         )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(dispatcher.run())
@@ -222,7 +219,6 @@ def test_explanation_names_the_heavy_request_that_waits_for_room() -> None:
             Options(RetryPolicy()),
             Journal(Metrics()),
             weigh_request=get_weight,
-            build_features=AllFeatures,
         )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(dispatcher.run())

@@ -15,7 +15,6 @@ import redis.asyncio
 import redis.asyncio.cluster
 
 from dispatcher.client import BatchClient
-from dispatcher.features.all_features import AllFeatures
 from dispatcher.features.models.queue.waiting import ModelWait, ReturnedRequests
 from dispatcher.features.models.registry import PinRequest
 from dispatcher.features.sequences.decisions import (
@@ -370,9 +369,7 @@ async def test_only_requests_wait_whose_cancel_markers_are_on_an_unreachable_nod
     limiter = Limiter(Policy(max_sys=10, max_age_s=1e6), [Signal.REQUESTS])
     now = asyncio.get_running_loop().time()
     limiter.add_reading(Reading(Signal.REQUESTS, now, now, 0.0, 0.0, 10), now)
-    dispatcher = Dispatcher(
-        queue, gateway, limiter, Options(RetryPolicy()), Journal(Metrics()), build_features=AllFeatures
-    )
+    dispatcher = Dispatcher(queue, gateway, limiter, Options(RetryPolicy()), Journal(Metrics()))
     await client.zadd(NAMES.queue, {member(held, token="t"): 1})
     assert await queue.check_cancelled([(held, "t")]) == [False], "the client knows the nodes"
     with away.frozen():

@@ -13,7 +13,6 @@ import pytest
 import redis.asyncio
 
 from dispatcher.cli.run import _loop_factory
-from dispatcher.features.all_features import AllFeatures
 from dispatcher.kernel import Dispatcher, Journal, Options
 from dispatcher.limit.budget import Policy, Reading, Reason, Signal
 from dispatcher.limit.limiter import Limiter
@@ -199,9 +198,7 @@ async def survives(
         limiter = Limiter(Policy(max_sys=10, max_age_s=1e6), [Signal.REQUESTS])
         now = asyncio.get_running_loop().time()
         limiter.add_reading(Reading(Signal.REQUESTS, now, now, 0.0, 0.0, 10), now)
-        dispatcher = Dispatcher(
-            queue, gateway, limiter, Options(RetryPolicy()), Journal(Metrics()), build_features=AllFeatures
-        )
+        dispatcher = Dispatcher(queue, gateway, limiter, Options(RetryPolicy()), Journal(Metrics()))
         with divert_events(lambda event, _: heard.append(event)):
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(dispatcher.run())

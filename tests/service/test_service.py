@@ -6,10 +6,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MethodType
 from typing import Any, cast
 
 import pytest
 
+from dispatcher.features.models.options import FamilyOptions, ModelOptions
+from dispatcher.features.models.warm_up_runner import WarmUpRunner
+from dispatcher.features.models.watch import ModelWatch
 from dispatcher.gateway.http_gateway import HttpGateway
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.limit.budget import Reading, Reason, Signal
@@ -24,6 +28,7 @@ from dispatcher.signals.kubernetes.capacity import NO_KUBERNETES, Endpoints
 from dispatcher.signals.poller import SourcePoll
 from dispatcher.telemetry import catalogue as series
 from dispatcher.telemetry.events import Event, divert_events
+from tests.kernel.scene import find_part
 from tests.memory_queue import MemoryQueue, MemoryStore
 
 START_S = 2.0
@@ -96,7 +101,7 @@ def run_check(check: Callable[[UnstartedService], Awaitable[None]], text: str = 
 
 def test_results_of_warm_ups_are_counted() -> None:
     async def check(unstarted: UnstartedService) -> None:
-        unstarted.service.dispatcher.features.warm_ups.result_counts["errors"] = 2
+        find_part(unstarted.service.dispatcher, WarmUpRunner).result_counts["errors"] = 2
         page = unstarted.service.metrics.render_page()[0].decode()
         assert 'batch_dispatcher_warm_ups_total{pool="qwen",result="errors"} 2.0' in page
         assert 'batch_dispatcher_warm_ups_total{pool="qwen",result="warm"} 0.0' in page
@@ -186,36 +191,55 @@ def test_first_poll_does_not_wait_long_for_a_watch_that_shows_nothing() -> None:
     run_check(check, IN_CLUSTER)
 
 
+class RaiseOnce:
+    """A task that raises an exception at its first start."""
+
+    def __init__(self, run_again: Callable[[], Awaitable[None]]) -> None:
+        self._run_again = run_again
+        self.start_count = 0
+
+    async def __call__(self) -> None:
+        self.start_count += 1
+        if self.start_count == 1:
+            raise RuntimeError("not expected")
+        await self._run_again()
+
+
+async def run_past_exception(unstarted: UnstartedService, failing: RaiseOnce, task: str) -> None:
+    """Run the service, and check that the task is started again."""
+    running = asyncio.create_task(unstarted.service.run())
+    await asyncio.sleep(5.0)
+    assert not running.done(), running
+    assert failing.start_count == 2
+    assert task in {fields["where"] for event, fields in unstarted.events if event is Event.INTERNAL_ERROR}
+    unstarted.service.dispatcher.drain(1.0)
+    await running
+
+
 @pytest.mark.parametrize(
     ("part", "method", "task"),
     [
         ("poller", "run", "signals"),
         ("watch", "run", "capacity"),
-        ("model_watch", "run", "models"),
         ("loop_lag", "watch_loop", "loop-lag"),
     ],
 )
 def test_part_that_has_raised_an_exception_starts_again(part: str, method: str, task: str) -> None:
     async def check(unstarted: UnstartedService) -> None:
-        service, owner = unstarted.service, getattr(unstarted.service, part)
-        run_again, calls = getattr(owner, method), []
+        owner = getattr(unstarted.service, part)
+        failing = RaiseOnce(getattr(owner, method))
+        setattr(owner, method, failing)
+        await run_past_exception(unstarted, failing, task)
 
-        async def raise_once() -> None:
-            calls.append(asyncio.get_running_loop().time())
-            if len(calls) == 1:
-                raise RuntimeError("not expected")
-            await run_again()
+    run_check(check, f"{IN_CLUSTER}\nsignals: {{source: fixed}}\nbudget: {{max_in_flight: 4}}")
 
-        setattr(owner, method, raise_once)
-        running = asyncio.create_task(service.run())
-        await asyncio.sleep(5.0)
-        assert not running.done(), running
-        assert len(calls) == 2
-        assert task in {
-            fields["where"] for event, fields in unstarted.events if event is Event.INTERNAL_ERROR
-        }
-        service.dispatcher.drain(1.0)
-        await running
+
+def test_task_of_a_feature_that_has_raised_an_exception_starts_again() -> None:
+    async def check(unstarted: UnstartedService) -> None:
+        context = unstarted.service.dispatcher.context
+        failing = RaiseOnce(dict(context.hooks.tasks)["models"])
+        context.hooks = replace(context.hooks, tasks=(("models", failing),))
+        await run_past_exception(unstarted, failing, "models")
 
     run_check(check, f"{IN_CLUSTER}\nsignals: {{source: fixed}}\nbudget: {{max_in_flight: 4}}")
 
@@ -240,6 +264,19 @@ def test_unexpected_reply_to_a_shared_pool_identity_ends_nothing() -> None:
     run_check(check, f"{IN_CLUSTER}\nsignals: {{source: fixed}}\nbudget: {{max_in_flight: 4}}")
 
 
+def find_model_watch(service: Service) -> ModelWatch:
+    (on_endpoints,) = service.dispatcher.context.hooks.on_endpoints
+    return cast(ModelWatch, cast(MethodType, on_endpoints).__self__)
+
+
+def test_endpoints_of_the_pool_are_asked_for_their_models() -> None:
+    async def check(unstarted: UnstartedService) -> None:
+        unstarted.service._handle_endpoints(Endpoints(addresses=("10.0.0.1:8000",)))
+        assert "10.0.0.1:8000" in repr(find_model_watch(unstarted.service))
+
+    run_check(check, IN_CLUSTER)
+
+
 def test_pool_watch_ends_with_configured_model_servers_and_starts_again_without_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -250,9 +287,10 @@ def test_pool_watch_ends_with_configured_model_servers_and_starts_again_without_
 
     async def check(unstarted: UnstartedService) -> None:
         service = unstarted.service
+        model_watch = find_model_watch(service)
 
         def is_waiting_for_rewrites() -> bool:
-            return not service.model_watch._rewrites.is_settled
+            return not model_watch._rewrites.is_settled
 
         assert is_waiting_for_rewrites()
         watching = asyncio.create_task(service._run_watch())
@@ -294,9 +332,18 @@ def test_invalid_warmup_file_rejects_the_configuration(
         file.write_text('{"body": {"model": "qwen"}}')
         unstarted.service.apply_settings(parse(text), text)
         assert unstarted.service.config_generation == 2
-        assert len(unstarted.service.warmups.requests_for("qwen")[0]) == 1
+        families.extend(unstarted.service.dispatcher.context.options.of(ModelOptions).families)
 
+    families: list[FamilyOptions] = []
     run_check(check)
+    (load_warmup,) = (each.load_warmup for each in families)
+
+    async def count_requests() -> int:
+        assert load_warmup is not None
+        requests, _ = await load_warmup()
+        return len(requests)
+
+    assert asyncio.run(count_requests()) == 1
 
 
 def test_gateway_is_not_reconfigured_without_a_change_of_its_settings() -> None:

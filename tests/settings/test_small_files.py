@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from dispatcher.features.models.warm_up_files import read_warmup_file
 from dispatcher.features.models.warmup import WarmupRules
 from dispatcher.settings.load import read_config
 from dispatcher.settings.small_files import BackgroundRead, read_regular_file, read_with_timeout
 from dispatcher.settings.tls import TlsSettings
-from dispatcher.settings.warmups import read_warmup_file
 from dispatcher.settings.watched_files import MAX_TOKEN_BYTES, TokenFileError, TokenReader, read_token
 from dispatcher.settings.yaml_source import Problem
 

@@ -42,7 +42,7 @@ GENERAL = re.compile(
     r"\b(Mutable)?Sequence\b"  # the type
     r"|\b(Task|(Base)?Exception)Group\b|\btask_group\b"
     r"|_?key_groups?\b|\b_KEY_GROUPS\b"  # the keys that a script declares by one word
-    r"|\b(redis|valkey|engine|__)_?version(__)?\b"  # of a program
+    r"|\b(redis|valkey|engine|python|__)_?version(__)?\b|\bversion=__version__"  # of a program
     r"|\bstart_new_session\b|\bClientSession\b"
     r"|\.slice\("  # of an array or a text in JavaScript
 )

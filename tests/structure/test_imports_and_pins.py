@@ -24,6 +24,7 @@ ALLOWED_PACKAGES = {
     "dispatcher.features.batch_files.display": {"rich"},
     "dispatcher.features.models.cli": {"typer"},
     "dispatcher.features.models.listing": {"aiohttp", "msgspec"},
+    "dispatcher.features.models.settings": {"pydantic"},
     "dispatcher.features.models.watch": {"kubernetes", "msgspec"},
     "dispatcher.features.named_streams.cli": {"typer"},
     "dispatcher.features.sequences.cancel": {"typer"},

@@ -17,7 +17,7 @@ from tests.paths import ROOT
 REMOVABLE = ("slices", "merging", "batch_files", "named_streams")
 NOT_REMOVABLE_YET = {
     "sequences": "the queue's contract, its scripts and the parser of requests know turns",
-    "models": "the pipeline always has a model router, and the queue's contract has the model registry",
+    "models": "the queue in memory has the model registry",
 }
 """Reason why the program does not start without a feature."""
 QUICK_TESTS = ("tests/kernel/test_admission.py", "tests/queue/test_lua_scripts.py")

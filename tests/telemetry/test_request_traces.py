@@ -17,7 +17,6 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind, StatusCode
 
-from dispatcher.features.all_features import AllFeatures
 from dispatcher.gateway.http_gateway import HttpGateway
 from dispatcher.kernel import Dispatcher, Journal, Options
 from dispatcher.limit.budget import Policy, Reading, Signal
@@ -77,9 +76,7 @@ def answer_with(*statuses: str) -> Script:
 
 
 @asynccontextmanager
-async def run_dispatcher(
-    queue: Queue, gateway: Server, tracing: Tracing | None
-) -> AsyncIterator[Dispatcher[AllFeatures]]:
+async def run_dispatcher(queue: Queue, gateway: Server, tracing: Tracing | None) -> AsyncIterator[Dispatcher]:
     """Run the dispatch loop with a reading that leaves room."""
     limiter = Limiter(Policy(max_sys=10, max_age_s=1e6), [Signal.REQUESTS])
     at = asyncio.get_running_loop().time()
@@ -88,7 +85,7 @@ async def run_dispatcher(
     journal.tracing = tracing
     http_gateway = HttpGateway(options(gateway.url))
     retry = RetryPolicy(base_s=0.01, max_s=0.02, max_attempts=3)
-    dispatcher = Dispatcher(queue, http_gateway, limiter, Options(retry), journal, build_features=AllFeatures)
+    dispatcher = Dispatcher(queue, http_gateway, limiter, Options(retry), journal)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(dispatcher.run())
         try:

@@ -25,7 +25,6 @@ import typer
 from aiohttp import web
 
 from dispatcher.cli import app
-from dispatcher.features.all_features import AllFeatures
 from dispatcher.gateway.http_gateway import HttpGateway
 from dispatcher.kernel import Dispatcher, Journal
 from dispatcher.limit.budget import Policy, Reading, Signal
@@ -37,7 +36,6 @@ from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.owner import RedisQueue
 from dispatcher.service.loop_options import build_options
-from dispatcher.settings.warmups import WarmupFiles
 from dispatcher.signals.poller import Poller, SourcePoll
 from dispatcher.signals.readings import list_possible_signals
 from dispatcher.signals.sources import build_sources
@@ -125,9 +123,9 @@ async def trace_files_of_plain_request() -> tuple[set[str], set[str]]:
             limiter.add_reading(Reading(Signal.REQUESTS, now, now, 0.0, 0.0, 10), now)
             queue = TracedQueue(connect(engine.url), NAMES, "traced")
             queue.counter, queue.found = ProductCallCounter(), set()
-            options = build_options(settings, WarmupFiles.load_usable(settings), observe=False)
+            options = build_options(settings, observe=False)
             journal = Journal(Metrics("qwen"))
-            dispatcher = Dispatcher(queue, gateway, limiter, options, journal, build_features=AllFeatures)
+            dispatcher = Dispatcher(queue, gateway, limiter, options, journal)
             task = asyncio.create_task(dispatcher.run())
             await asyncio.sleep(1.3)  # until the tasks that run each second have run
             with patch.object(Backend, "run_script", record_script), queue.counter.count():

@@ -31,8 +31,8 @@ from dispatcher.cli.terminal import exit_error, print_error, print_lines, print_
 from dispatcher.features.batch_files.display import FileProgressDisplay
 
 if TYPE_CHECKING:
-    from dispatcher.features.batch_files.options import FileOptions, FilePaths, FileStart
     from dispatcher.features.batch_files.progress import FileProgress
+    from dispatcher.features.batch_files.run_options import FileOptions, FilePaths, FileStart
 
 STDIO = Path("-")
 GATE_INTERVAL_S = 3.0
@@ -154,7 +154,7 @@ def reject_file_as_body(body: bytes) -> None:
 
 def make_file_paths(source: Path, output: Path | None, errors: Path | None) -> FilePaths:
     """Return the files to read and write. Exits with 2 if the options do not name them."""
-    from dispatcher.features.batch_files.options import FilePaths
+    from dispatcher.features.batch_files.run_options import FilePaths
 
     if output is None:
         raise _usage_error("--file: say by --output where the answers go (- is standard output)")
@@ -171,7 +171,7 @@ def make_file_options(target: QueueTarget, files: FileArguments, options: Reques
     Exits with 2 if they are contradictory.
     """
     from dispatcher.features.batch_files.lines import LineRules
-    from dispatcher.features.batch_files.options import FileOptions
+    from dispatcher.features.batch_files.run_options import FileOptions
 
     template, path = files.template, options.path
     if files.group not in ("prefix", "none"):

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live
 
-    from dispatcher.features.batch_files.options import FileStart
     from dispatcher.features.batch_files.progress import FileProgress
+    from dispatcher.features.batch_files.run_options import FileStart
 
 LINE_INTERVAL_S = 5.0
 """Time between two lines if the progress changes."""

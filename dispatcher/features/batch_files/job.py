@@ -29,15 +29,15 @@ from dispatcher.features.batch_files.lines import (
     build_answer_line,
     build_error_line,
 )
-from dispatcher.features.batch_files.options import (
+from dispatcher.features.batch_files.order import OpenLineCounts, build_turn
+from dispatcher.features.batch_files.progress import FileProgress
+from dispatcher.features.batch_files.run_options import (
     FileOptions,
     FilePaths,
     FileStart,
     build_line_reader,
     collect_fixed_options,
 )
-from dispatcher.features.batch_files.order import OpenLineCounts, build_turn
-from dispatcher.features.batch_files.progress import FileProgress
 from dispatcher.features.batch_files.sinks import FileSink, Sink, StreamSink, check_written_file
 from dispatcher.queue.keys import QueueNames
 from dispatcher.requests.request import ONE_CALL, encode_member

@@ -19,8 +19,8 @@ from dispatcher.client.item import seconds_until
 from dispatcher.features.batch_files.job import PAGE_LINES, FileJob
 from dispatcher.features.batch_files.journal import Chunk
 from dispatcher.features.batch_files.line_queue import LineQueue
-from dispatcher.features.batch_files.options import FileOptions, FilePaths, FileStart
 from dispatcher.features.batch_files.progress import FileProgress, RecentRate
+from dispatcher.features.batch_files.run_options import FileOptions, FilePaths, FileStart
 from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis.producer import MAX_COLLECTED
 from dispatcher.queue.redis.scripts import MAX_SCRIPT_BYTES

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from dispatcher.common.grouping import GroupingRule
-from dispatcher.features.merging.options import MergeOptions
 from dispatcher.features.merging.rules import BatchRule, MergeMode
 from dispatcher.features.merging.shapes import SHAPES, find_shape
-from dispatcher.requests.queue_timeouts import RuleTimeout, TimeoutAction, TimeoutOptions
+from dispatcher.requests.queue_timeouts import RuleTimeout, TimeoutAction
 from dispatcher.settings.section import Section
 from dispatcher.settings.values import AutoNumber, UrlPath, setting_error
 
 if TYPE_CHECKING:
-    from dispatcher.settings.model import Settings
+    pass
 
 ShapeName = Literal["embeddings", "tensorflow", "kserve", "rerank", "tei_rerank", "score", "embed", "predict"]
 
@@ -180,11 +179,10 @@ class BatchingSettings(Section):
         return tuple(timeouts) if any(each.timeout_s is not None for each in timeouts) else ()
 
 
+class Sections(Section, defer_build=True):
+    """The section of merging."""
+
+    batching: BatchingSettings = BatchingSettings()
+
+
 PLACE = 1
-SECTIONS: dict[str, type[Section]] = {"batching": BatchingSettings}
-
-
-def build_options(settings: Settings) -> tuple[object, ...]:
-    """Return the options that the loop takes from the settings."""
-    batching = settings.get_section(BatchingSettings)
-    return MergeOptions(batching.active_rules()), TimeoutOptions(batching.build_timeouts())

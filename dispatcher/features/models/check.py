@@ -12,6 +12,12 @@ from dispatcher.check.addresses import Address, explain_all_unreachable, list_ad
 from dispatcher.check.feature_check import FeatureCheck
 from dispatcher.check.finding import Finding, Findings, Probe, make_known_probe
 from dispatcher.common.printable import truncate_text
+from dispatcher.features.models.settings import (
+    ServingSettings,
+    find_serving,
+    get_models,
+    is_observing_models,
+)
 from dispatcher.settings.model import Settings
 from dispatcher.settings.values import SecretUrl
 from dispatcher.settings.yaml_source import Problem
@@ -28,7 +34,8 @@ _NAMES_CHARS = 100
 class ModelsCheck(FeatureCheck):
     def check_settings(self, settings: Settings) -> Iterator[Finding]:
         """Report settings of versions and warm-ups that have no effect, and derived addresses."""
-        for at, model in enumerate(settings.models):
+        models, serving = get_models(settings), settings.get_section(ServingSettings)
+        for at, model in enumerate(models):
             where = f"models[{at}]"
             if model.weights and model.policy.max_count == 1:
                 what = (
@@ -43,21 +50,21 @@ class ModelsCheck(FeatureCheck):
                     "`models label` sets it"
                 )
                 yield Finding("warning", f"{where}.policy", what)
-        if settings.serving.subset_header and not any(model.warmup for model in settings.models):
+        if serving.subset_header and not any(model.warmup for model in models):
             what = "has no effect, because no model has a warm-up, so that every server may be used"
             yield Finding("warning", "serving.subset_header", what)
-        if settings.observes_models and settings.serving_with_servers.urls != settings.serving.urls:
-            many = len(settings.serving_with_servers.urls)
+        if is_observing_models(settings) and find_serving(settings).urls != serving.urls:
+            many = len(find_serving(settings).urls)
             servers, verb = ("model server", "is") if many == 1 else ("model servers", "are")
             what = f"not set, so the {many} {servers} of signals.vllm.urls {verb} asked"
             yield Finding("ok", "serving.urls", what)
 
     def check_files(self, settings: Settings) -> Iterator[Finding]:
         """Report whether the files with warm-up requests can be used."""
-        if not any(model.warmup for model in settings.models):
+        if not any(model.warmup for model in get_models(settings)):
             return
         # Imported here because few configurations have warm-ups, and the import is slow.
-        from dispatcher.settings.warmups import WarmupFiles
+        from dispatcher.features.models.warm_up_files import WarmupFiles
 
         warmups = WarmupFiles(settings)
         for model in warmups.paths:
@@ -69,9 +76,14 @@ class ModelsCheck(FeatureCheck):
                 what = f"{warmups.paths[model]}: {len(found):,} requests, {calls:,} calls for each server"
                 yield Finding("ok", warmups.setting_path(model), what)
 
+    def find_only_model(self, settings: Settings) -> str:
+        models = get_models(settings)
+        # A model with `match` is a family: producers use its name, but servers know only its versions.
+        return models[0].name if len(models) == 1 and not models[0].match else ""
+
     def list_urls(self, settings: Settings) -> Sequence[SecretUrl]:
         """Return the URLs of the model servers that the dispatcher asks for their models."""
-        return settings.serving_with_servers.urls if settings.observes_models else ()
+        return find_serving(settings).urls if is_observing_models(settings) else ()
 
     def build_probes(self, settings: Settings, unreachable: Mapping[Address, str]) -> Mapping[str, Probe]:
         """Return the probe of all these model servers. If all are unreachable, the probe only reports

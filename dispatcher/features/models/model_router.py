@@ -29,6 +29,7 @@ from dispatcher.features.models.availability import (
     WaitForModel,
 )
 from dispatcher.features.models.counts import ModelCounts
+from dispatcher.features.models.options import ModelOptions
 from dispatcher.features.models.queue.calls import ModelCalls
 from dispatcher.features.models.queue.waiting import ModelWait
 from dispatcher.features.models.queue_steps import ModelStep
@@ -97,14 +98,14 @@ class ModelRouter(LeasePart):
         self.reconfigure()
 
     def reconfigure(self) -> None:
-        options = self._context.options
-        if options.model_terms is None:
+        terms = self._context.options.of(ModelOptions).terms
+        if terms is None:
             self._pool_models = None
         elif self._pool_models is None:
-            self._pool_models = PoolModels(options.model_terms, loop_time())
+            self._pool_models = PoolModels(terms, loop_time())
             self._pool_models.expect_models(self.waiting_counts)
         else:
-            self._pool_models.reconfigure(options.model_terms)
+            self._pool_models.reconfigure(terms)
         self.versions.reconfigure()
         self._changed.set()
 

@@ -20,3 +20,7 @@ class ModelServers(Protocol):
         The call is neither counted nor delayed here: the caller must respect the limit and the gate.
         """
         ...
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        ...

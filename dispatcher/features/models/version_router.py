@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from dispatcher.features.models.availability import GATEWAY
 from dispatcher.features.models.body_rewrite import prepare_for_version
+from dispatcher.features.models.options import FamilyOptions, ModelOptions
 from dispatcher.features.models.queue.calls import ModelCalls
 from dispatcher.features.models.queue_steps import ModelStep
 from dispatcher.features.models.registry import ModelRegistryState, PinRequest
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from dispatcher.features.models.availability import PoolModels
     from dispatcher.features.models.versions import FamilyTerms
     from dispatcher.kernel.context import KernelContext
-    from dispatcher.kernel.options import FamilyOptions
     from dispatcher.requests.request import Request
 
 PIN_KEPT_S = 86_400.0
@@ -89,10 +89,9 @@ class VersionRouter:
         self.reconfigure()
 
     def reconfigure(self) -> None:
-        options = self._context.options
-        self.options = options.versions
+        self.options = self._context.options.of(ModelOptions)
         self._family_options: dict[str, FamilyOptions] = {
-            each.terms.name: each for each in options.versions.families
+            each.terms.name: each for each in self.options.families
         }
         before, self._families = self._families, {}
         for name, family_options in self._family_options.items():
@@ -102,7 +101,7 @@ class VersionRouter:
         if not self._families:
             self._served, self._loading = {}, frozenset()
             self._observed_warm.clear()
-        self._membership = FamilyIndex(each.terms for each in options.versions.families)
+        self._membership = FamilyIndex(each.terms for each in self.options.families)
         self._families_by_version.clear()
         self._assign_versions()
         self.update_families()

@@ -96,10 +96,9 @@ class WarmUp:
 class WarmUpRunner:
     """Runs the warm-ups of one process."""
 
-    def __init__(
-        self, context: KernelContext, versions: VersionRouter, servers: ModelServers | None = None
-    ) -> None:
-        """`servers` calls model servers directly; without it, warm-ups go through the gateway."""
+    def __init__(self, context: KernelContext, versions: VersionRouter) -> None:
+        self.servers: ModelServers | None = None
+        """Calls model servers directly. If `None`, warm-ups go through the gateway."""
         self._units = 0
         """Number of calls of this process that run or wait for room."""
         self.result_counts: dict[str, int] = dict.fromkeys(("warm", "errors", "retry"), 0)
@@ -111,7 +110,6 @@ class WarmUpRunner:
         self._in_flight = context.in_flight
         self._gateway = context.gateway
         self._versions = versions
-        self._servers = servers
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._retry_after: dict[tuple[str, str], tuple[float, int]] = {}
         """Time of the next try, and number of failures in a row."""
@@ -124,15 +122,19 @@ class WarmUpRunner:
 
     async def run(self) -> None:
         """Warm cold versions until cancelled. An observer warms nothing."""
-        async with asyncio.TaskGroup() as tasks:
-            while True:
-                if self._start_warm_ups(tasks):
-                    await asyncio.sleep(CHECK_INTERVAL_S)
-                    if not self.options.observe:
-                        await self._versions.exchange_registry()  # learn what others have warmed
-                else:
-                    self._versions.cold_version_found.clear()
-                    await self._versions.cold_version_found.wait()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    if self._start_warm_ups(tasks):
+                        await asyncio.sleep(CHECK_INTERVAL_S)
+                        if not self.options.observe:
+                            await self._versions.exchange_registry()  # learn what others have warmed
+                    else:
+                        self._versions.cold_version_found.clear()
+                        await self._versions.cold_version_found.wait()
+        finally:
+            if self.servers is not None:
+                await self.servers.aclose()
 
     @property
     def units(self) -> int:
@@ -280,7 +282,7 @@ class WarmUpRunner:
         if family_options is None or family_options.load_warmup is None:
             return False
         requests, warm_up.staleness_note = await family_options.load_warmup()
-        timeout_s = self.options.versions.warmup_timeout_s
+        timeout_s = self._versions.options.warmup_timeout_s
         calls = plan_calls(requests, self._context.hooks.join_copies, warm_up.version)
         for call in islice(calls, warm_up.sent_count, None):
             while True:
@@ -359,15 +361,15 @@ class WarmUpRunner:
     async def _send_call(self, warm_up: WarmUp, call: WarmupCall, ends_at: float) -> Outcome:
         self._call_number += 1
         token = f"warm-up-{self._call_number}"
-        warm_directly = self.options.versions.warm_directly
+        warm_directly = self._versions.options.warm_directly
         if warm_directly is None:
             warm_directly = not self._versions.can_steer
         self._calls_in_flight += 1
         # Counts in the limit like a request of this process.
         self._limiter.record_send(token, loop_time())
         try:
-            if warm_directly and self._servers is not None and warm_up.endpoint != GATEWAY:
-                return await self._servers.post(warm_up.endpoint, call.path, call.body, deadline=ends_at)
+            if warm_directly and self.servers is not None and warm_up.endpoint != GATEWAY:
+                return await self.servers.post(warm_up.endpoint, call.path, call.body, deadline=ends_at)
             request = Request(
                 f"{self._access.queue.owner}-{token}",
                 # Deadlines are whole Unix seconds: round up, since `ends_at` is the real limit.

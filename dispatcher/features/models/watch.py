@@ -17,13 +17,20 @@ import ssl
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
 from dispatcher.features.models.availability import GATEWAY, Listing
 from dispatcher.features.models.listing import ListClient, ListTarget
+from dispatcher.features.models.settings import (
+    LIST_PATH,
+    ServingSettings,
+    find_serving,
+    get_models,
+    is_observing_models,
+)
 from dispatcher.features.models.versions import FamilyIndex, FamilyTerms
 from dispatcher.settings.model import GatewaySettings, Settings
-from dispatcher.settings.serving import LIST_PATH
 from dispatcher.settings.small_files import BackgroundRead
 from dispatcher.settings.tls import TlsSettings
 from dispatcher.settings.values import SecretUrl
@@ -32,6 +39,9 @@ from dispatcher.signals.kubernetes.api import ClusterProblem
 from dispatcher.signals.kubernetes.capacity import Endpoints
 from dispatcher.signals.kubernetes.cluster import ClusterAccess
 from dispatcher.signals.kubernetes.rewrites import RewriteWatch
+
+if TYPE_CHECKING:
+    from dispatcher.kernel.hooks import KnownEndpoints
 
 MAX_CONCURRENT = 16
 """Largest number of endpoints that are asked at the same time."""
@@ -86,12 +96,12 @@ class ModelWatch:
         access: ClusterAccess,
         discovery_wait_s: float = DISCOVERY_WAIT_S,
     ) -> None:
-        self._settings, self._serving = settings, settings.serving_with_servers
+        self._settings, self._serving = settings, find_serving(settings)
         self._discovery_wait_s = discovery_wait_s
         self._on_round = on_round
         self._access = access
         self._rewrites = RewriteWatch(settings.pool, self._request_round, access=access)
-        self._endpoints = Endpoints()
+        self._endpoints: KnownEndpoints = Endpoints()
         self._tokens = TokenReader()
         self._changed = asyncio.Event()
         self._generation = 0
@@ -106,7 +116,7 @@ class ModelWatch:
     def __repr__(self) -> str:
         return f"<ModelWatch: {self._serving.observe}, endpoints {self._endpoints.addresses}>"
 
-    def update_endpoints(self, endpoints: Endpoints) -> None:
+    def update_endpoints(self, endpoints: KnownEndpoints) -> None:
         """Take the endpoints that the Kubernetes watch knows now. A change starts a new round."""
         before, self._endpoints = self._endpoints, endpoints
         if _extract_discovery(before) != _extract_discovery(endpoints):
@@ -117,7 +127,7 @@ class ModelWatch:
 
         If `access` has changed, the rewrites are watched anew.
         """
-        before, self._settings, self._serving = self._settings, settings, settings.serving_with_servers
+        before, self._settings, self._serving = self._settings, settings, find_serving(settings)
         elsewhere, self._access = access != self._access, access
         if elsewhere:
             self._rewrites = RewriteWatch(settings.pool, self._request_round, access=access)
@@ -125,6 +135,11 @@ class ModelWatch:
             self._generation += 1  # drops the round that runs now
             self._known_servers = _NOT_ASKED
             self._request_round()
+
+    @property
+    def max_answer_bytes(self) -> int:
+        """Largest size of an answer of a server to other requests, in bytes."""
+        return self._settings.gateway.max_response_bytes
 
     def find_server(self, endpoint: str) -> ServerAccess | str:
         """Return the access to an endpoint of the newest round, or a sentence that says why there is none."""
@@ -149,7 +164,7 @@ class ModelWatch:
         """Run rounds until cancelled. While the settings do not observe models, nothing is asked."""
         try:
             while True:
-                while not self._settings.observes_models:
+                while not is_observing_models(self._settings):
                     self._changed.clear()
                     await self._changed.wait()
                 async with asyncio.TaskGroup() as tasks:
@@ -165,7 +180,7 @@ class ModelWatch:
         """Run rounds while the settings observe models, and until there is another watch of rewrites."""
         loop = asyncio.get_running_loop()
         waits_until = loop.time() + self._discovery_wait_s
-        while self._settings.observes_models and self._rewrites is rewrites:
+        while is_observing_models(self._settings) and self._rewrites is rewrites:
             self._changed.clear()
             if self._is_discovery_pending and loop.time() < waits_until:
                 await self._wait_for_change(waits_until)
@@ -220,7 +235,7 @@ class ModelWatch:
             )
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             return self._build_failed_round(now, f"{'gateway' if asks_gateway else 'serving'}.tls: {error}")
-        configured_names = frozenset(model.name for model in settings.models)
+        configured_names = frozenset(model.name for model in get_models(settings))
         # No server lists a name that is rewritten, so it must not cause a look at the metrics page.
         listable = configured_names - self._rewrites.aliases.exact.keys()
         places = asyncio.Semaphore(MAX_CONCURRENT)
@@ -248,9 +263,8 @@ class ModelWatch:
         """
         names = dict.fromkeys(name for each in listings for name in each.models or ())
         before, self._matched_names = self._matched_names, names.keys()
-        families = [
-            FamilyTerms(each.name, each.version_template) for each in self._settings.models if each.is_family
-        ]
+        models = get_models(self._settings)
+        families = [FamilyTerms(each.name, each.version_template) for each in models if each.is_family]
         if not families:
             return
         membership = FamilyIndex(families)
@@ -287,7 +301,7 @@ class ModelWatch:
     @property
     def _token_setting(self) -> str:
         """Key of the setting that has the token file of the servers."""
-        taken = self._serving.token_file and not self._settings.serving.token_file
+        taken = self._serving.token_file and not self._settings.get_section(ServingSettings).token_file
         return "signals.vllm.token_file" if taken else "serving.token_file"
 
     def _build_failed_round(self, now: float, problem: str) -> _Round:
@@ -331,7 +345,7 @@ class ModelWatch:
             await client.aclose()
 
 
-def _extract_discovery(endpoints: Endpoints) -> tuple[object, ...]:
+def _extract_discovery(endpoints: KnownEndpoints) -> tuple[object, ...]:
     """Return the parts of the Kubernetes watch's state that decide which endpoints are asked."""
     return endpoints.addresses, endpoints.has_cluster, endpoints.is_complete
 
@@ -340,7 +354,7 @@ def _extract_round_settings(settings: Settings) -> tuple[object, ...]:
     """Return the settings that decide what a round asks and returns."""
     gateway = settings.gateway
     to_gateway = gateway.url, gateway.headers, gateway.token_file, gateway.tls
-    return settings.serving_with_servers, settings.models, to_gateway
+    return find_serving(settings), get_models(settings), to_gateway
 
 
 def _build_server_target(url: SecretUrl, token: str, setting: str) -> ListTarget:

@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from dispatcher.features.sequences.decisions import SequenceOverride, SequenceTerms
-from dispatcher.features.sequences.options import SequenceOptions
-from dispatcher.features.sequences.turns import CarryMode, OnError
-from dispatcher.requests.affinity import AffinityOptions
+from dispatcher.features.sequences.turns import OnError
 from dispatcher.requests.headers import AFFINITY_TOKEN, normalize_name
-from dispatcher.settings.models import ModelName
 from dispatcher.settings.section import Section
-from dispatcher.settings.values import Text, check_own_header, setting_error
+from dispatcher.settings.values import ModelName, Text, check_own_header, setting_error
 
 if TYPE_CHECKING:
-    from dispatcher.settings.model import Settings
+    pass
 
 MAX_OVERRIDES = 20
 """Largest number of overrides. Each may cost the scripts of the queue one read."""
@@ -158,14 +155,10 @@ class SequenceSettings(Section):
         )
 
 
+class Sections(Section, defer_build=True):
+    """The section of sequences."""
+
+    sequences: SequenceSettings = SequenceSettings()
+
+
 PLACE = 2
-SECTIONS: dict[str, type[Section]] = {"sequences": SequenceSettings}
-
-
-def build_options(settings: Settings) -> tuple[object, ...]:
-    """Return the options that the loop takes from the settings."""
-    sequences = settings.get_section(SequenceSettings)
-    return (
-        SequenceOptions(sequences.build_terms(), CarryMode(sequences.carry), sequences.max_carry_bytes),
-        AffinityOptions(sequences.header, sequences.session_id_header),
-    )

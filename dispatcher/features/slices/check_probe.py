@@ -30,7 +30,7 @@ async def check_paths(settings: Settings, model: str, seconds: float) -> list[Sl
 
     Return the status of each model, or why it was not checked. Raises OSError if no call can be made.
     """
-    gateway = HttpGateway(settings.gateway, subset_header=settings.serving.subset_header)
+    gateway = HttpGateway(settings.gateway, subset_header=settings.endpoints_header)
     try:
         await gateway.prepare()
         return [

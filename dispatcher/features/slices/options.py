@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from dispatcher.features.slices.eligibility import SliceTerms
 from dispatcher.features.slices.progress import MAX_KEPT_BYTES, MAX_STARTED
+from dispatcher.features.slices.settings import SlicingSettings
 from dispatcher.features.slices.size import SPREAD
+
+if TYPE_CHECKING:
+    from dispatcher.settings.model import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +37,17 @@ class SliceOptions:
     """Number of requests that wait for their next slice at which no further request is sliced."""
     skips_check: bool = False
     """True to slice without checking the models and the lengths of requests. Only for simulated ones."""
+
+
+def build_options(settings: Settings) -> tuple[SliceOptions]:
+    """Return the options that follow from the settings."""
+    slicing = settings.get_section(SlicingSettings)
+    options = SliceOptions(
+        is_on=slicing.mode != "off",
+        terms=slicing.build_terms(),
+        measures_size=slicing.tokens is None,
+        judges_cost=slicing.mode == "auto",
+        is_streamed=slicing.stream,
+        revokes=slicing.revoke == "on" or (slicing.revoke == "auto" and slicing.stream),
+    )
+    return (options,)

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from dispatcher.features.slices.eligibility import COMPLETIONS_SUFFIX, SliceTerms
-from dispatcher.features.slices.options import SliceOptions
 from dispatcher.features.slices.size import DEFAULT_SIZE, MAX_OVERHEAD, SIZES
 from dispatcher.settings.section import Section
 from dispatcher.settings.values import AutoCount, UrlPath, setting_error
 
 if TYPE_CHECKING:
-    from dispatcher.settings.model import Settings
+    pass
 
 
 class SlicingSettings(Section):
@@ -86,19 +85,10 @@ class SlicingSettings(Section):
         )
 
 
+class Sections(Section, defer_build=True):
+    """The section of slices."""
+
+    slicing: SlicingSettings = SlicingSettings()
+
+
 PLACE = 3
-SECTIONS: dict[str, type[Section]] = {"slicing": SlicingSettings}
-
-
-def build_options(settings: Settings) -> tuple[SliceOptions]:
-    """Return the options that the loop takes from the settings."""
-    slicing = settings.get_section(SlicingSettings)
-    options = SliceOptions(
-        is_on=slicing.mode != "off",
-        terms=slicing.build_terms(),
-        measures_size=slicing.tokens is None,
-        judges_cost=slicing.mode == "auto",
-        is_streamed=slicing.stream,
-        revokes=slicing.revoke == "on" or (slicing.revoke == "auto" and slicing.stream),
-    )
-    return (options,)

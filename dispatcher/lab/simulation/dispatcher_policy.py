@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, cast
 
-from dispatcher.features.all_features import AllFeatures
 from dispatcher.gateway.contract import AttemptResult, Gateway
 from dispatcher.kernel import Dispatcher, Journal, Options
 from dispatcher.kernel.completions import Completion
@@ -139,7 +138,6 @@ class Replica:
             options,
             journal or _MeterOnlyJournal(Metrics()),
             random.Random(f"{seed}/{owner}"),
-            build_features=AllFeatures,
             weigh_request=weigh,
         )
         self.task = tasks.create_task(self.dispatcher.run(), name=owner)

@@ -6,6 +6,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dispatcher.settings.model import Settings
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
@@ -55,3 +59,8 @@ class ClusterAccess:
 
 NO_CLUSTER = ClusterAccess({}, Path())
 """Access without any cluster."""
+
+
+def find_cluster_access(settings: Settings) -> ClusterAccess:
+    """Return the access to the cluster of the pool, if the pool is watched."""
+    return ClusterAccess() if settings.signals.watches_pool else NO_CLUSTER

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from dispatcher.features.batch_files.options import FileOptions, FilePaths
 from dispatcher.features.batch_files.progress import FileProgress
 from dispatcher.features.batch_files.run import run_file
+from dispatcher.features.batch_files.run_options import FileOptions, FilePaths
 from tests.client.fake_dispatcher import NAMES
 from tests.queue.servers import Server
 

@@ -18,7 +18,7 @@ MEMORY_MB = 150
 PROGRAM = """
 import asyncio, json, resource, sys, time
 from pathlib import Path
-from dispatcher.features.batch_files.options import FileOptions, FilePaths
+from dispatcher.features.batch_files.run_options import FileOptions, FilePaths
 from dispatcher.features.batch_files.run import run_file
 from dispatcher.queue.keys import QueueNames
 

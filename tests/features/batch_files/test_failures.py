@@ -23,9 +23,9 @@ from dispatcher.features.batch_files.database import JournalError
 from dispatcher.features.batch_files.input_check import InputError
 from dispatcher.features.batch_files.job import FileJob
 from dispatcher.features.batch_files.line_queue import LineQueue
-from dispatcher.features.batch_files.options import FileOptions, FilePaths
 from dispatcher.features.batch_files.progress import FileProgress
 from dispatcher.features.batch_files.run import FileRun, run_file
+from dispatcher.features.batch_files.run_options import FileOptions, FilePaths
 from dispatcher.features.batch_files.sinks import SinkError
 from dispatcher.queue.redis import producer
 from dispatcher.queue.redis.connect import connect

@@ -23,8 +23,8 @@ from dispatcher.features.batch_files.database import JournalError
 from dispatcher.features.batch_files.input_check import BadInputError, InputError
 from dispatcher.features.batch_files.job import FileJob
 from dispatcher.features.batch_files.line_queue import LineQueue
-from dispatcher.features.batch_files.options import FileOptions, FilePaths, FileStart
 from dispatcher.features.batch_files.run import FileRun, run_file
+from dispatcher.features.batch_files.run_options import FileOptions, FilePaths, FileStart
 from dispatcher.features.batch_files.sinks import SinkError
 from dispatcher.features.batch_files.template import TemplateError
 from dispatcher.requests.request import Request, parse_member

@@ -12,8 +12,8 @@ from dispatcher.features.batch_files import run as running
 from dispatcher.features.batch_files.input_check import BadInputError
 from dispatcher.features.batch_files.line_sequences import LineTurn
 from dispatcher.features.batch_files.lines import BadLine, BatchLine, LineRules, parse_line
-from dispatcher.features.batch_files.options import FilePaths
 from dispatcher.features.batch_files.order import MAX_OPEN_PER_SEQUENCE
+from dispatcher.features.batch_files.run_options import FilePaths
 from dispatcher.features.sequences.decisions import SequenceTerms
 from dispatcher.features.sequences.turns import OnError
 from dispatcher.requests.request import Request

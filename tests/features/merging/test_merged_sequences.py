@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from dispatcher.common.grouping import GroupingRule
-from dispatcher.features.all_features import AllFeatures
 from dispatcher.features.merging.merger import RequestMerger
 from dispatcher.features.merging.options import MergeOptions
 from dispatcher.features.merging.rules import BatchRule, MergeMode
@@ -120,9 +119,7 @@ class Scene:
             of_features=index_options(MergeOptions((rule,)), AffinityOptions(token_header)),
         )
         queue = MemoryQueue(self.store, "a")
-        self.dispatcher = Dispatcher(
-            queue, model, limiter, options, Journal(Metrics()), build_features=AllFeatures
-        )
+        self.dispatcher = Dispatcher(queue, model, limiter, options, Journal(Metrics()))
         self.results: dict[str, PoppedResult] = {}
 
     async def submit(self, values: Mapping[str, list[int]], **turn: Any) -> None:

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from dispatcher.common.grouping import GroupingRule
-from dispatcher.features.all_features import AllFeatures
 from dispatcher.features.merging.call_size import INITIAL_CHECKS
 from dispatcher.features.merging.merger import RequestMerger
 from dispatcher.features.merging.options import MergeOptions
@@ -64,7 +63,6 @@ class MergingScene:
             self.limiter,
             self.options,
             Journal(self.metrics),
-            build_features=AllFeatures,
         )
         self.merger = find_part(self.dispatcher, RequestMerger)
         self.results: dict[str, PoppedResult] = {}

@@ -22,6 +22,7 @@ from dispatcher.features.models.model_router import (
     UNWATCHED_INTERVAL_S,
     ModelRouter,
 )
+from dispatcher.features.models.options import ModelOptions
 from dispatcher.features.sequences.turns import Turn
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Options
@@ -33,13 +34,13 @@ from dispatcher.requests.queue_counts import QueueCounts
 from dispatcher.requests.request import Request, encode_member
 from dispatcher.requests.submission import QueueUnavailableError, Submission
 from dispatcher.telemetry.events import Event
-from tests.kernel.model_scene import MODEL_NOT_FOUND_BODY, read_results, update_listings
-from tests.kernel.scene import AnsweringGateway, Scene, run_in_scene
+from tests.kernel.model_scene import MODEL_NOT_FOUND_BODY, change_models, read_results, update_listings
+from tests.kernel.scene import AnsweringGateway, Scene, find_part, run_in_scene
 from tests.service.limiter_status import create_context
 
 RETRY = RetryPolicy(base_s=0.1, max_s=1.0, max_attempts=3)
 WAIT, FAIL = WhenNotServed.WAIT, WhenNotServed.FAIL
-WATCHED_OPTIONS = Options(RETRY, model_terms=ModelTerms({"night": WAIT}))
+WATCHED_OPTIONS = Options(RETRY, of_features=index_options(ModelOptions(ModelTerms({"night": WAIT}))))
 
 
 class ModelGateway(AnsweringGateway):
@@ -94,15 +95,15 @@ def test_request_waits_until_its_model_is_served_while_others_are_sent() -> None
         await asyncio.sleep(1)
         assert sorted(gateway.sent) == ["d1", "d2"]
         await asyncio.sleep(CHECK_INTERVAL_S)
-        assert scene.dispatcher.features.model_router.waiting_counts == {"night": 30}
-        assert scene.dispatcher.features.model_router.list_held_back() == [
+        assert find_part(scene.dispatcher, ModelRouter).waiting_counts == {"night": 30}
+        assert find_part(scene.dispatcher, ModelRouter).list_held_back() == [
             ("night", 30, "model 'night' is not served")
         ]
         update_listings(scene, a="day night")
         await asyncio.sleep(2)
         assert len(gateway.sent) == 32
         assert {each["status_code"] for each in (await read_results(scene)).values()} == {200}
-        assert scene.dispatcher.features.model_router.request_counts == {
+        assert find_part(scene.dispatcher, ModelRouter).request_counts == {
             "served": 32,
             "waits": 30,
             "unknown": 0,
@@ -163,7 +164,7 @@ def test_answer_that_denies_a_listed_model_costs_no_attempt() -> None:
         await asyncio.sleep(CHECK_INTERVAL_S + 1)
         assert sorted(gateway.sent) == ["n1", "n1", "n2", "n2"]
         assert {each["status_code"] for each in (await read_results(scene)).values()} == {200}
-        assert scene.dispatcher.features.model_router.request_counts["denied"] == 2
+        assert find_part(scene.dispatcher, ModelRouter).request_counts["denied"] == 2
 
     run_in_scene(check, gateway, WATCHED_OPTIONS)
 
@@ -203,7 +204,9 @@ def test_merged_call_whose_model_is_denied_releases_all_its_requests() -> None:
         ("/v1/embeddings",), SHAPES["embeddings"], MergeMode.ON, GroupingRule(8, (), 0.05, False)
     )
     merging_options = replace(
-        WATCHED_OPTIONS, default_path="/v1/embeddings", of_features=index_options(MergeOptions((rule,)))
+        WATCHED_OPTIONS,
+        default_path="/v1/embeddings",
+        of_features={**WATCHED_OPTIONS.of_features, MergeOptions: MergeOptions((rule,))},
     )
 
     async def check(scene: Scene) -> None:
@@ -232,7 +235,7 @@ def test_request_cancelled_while_it_waits_for_its_model_is_completed() -> None:
         results = await read_results(scene)
         assert {name: each["error_code"] for name, each in results.items()} == {"n1": "CANCELLED"}
         await asyncio.sleep(CHECK_INTERVAL_S)
-        assert scene.dispatcher.features.model_router.waiting_counts == {"night": 1}
+        assert find_part(scene.dispatcher, ModelRouter).waiting_counts == {"night": 1}
 
     run_in_scene(check, gateway, WATCHED_OPTIONS)
 
@@ -280,7 +283,7 @@ def test_models_that_requests_wait_for_are_expected_after_a_restart() -> None:
         update_listings(scene, a="day")
         await submit_requests(scene, "old", "o2")
         await asyncio.sleep(CHECK_INTERVAL_S + 1)
-        assert scene.dispatcher.features.model_router.waiting_counts == {"old": 2}
+        assert find_part(scene.dispatcher, ModelRouter).waiting_counts == {"old": 2}
 
     run_in_scene(check, gateway, WATCHED_OPTIONS)
 
@@ -295,7 +298,7 @@ def test_waiting_requests_return_when_models_are_no_longer_watched() -> None:
         scene.dispatcher.reconfigure(Options(RETRY))
         await asyncio.sleep(UNWATCHED_INTERVAL_S)
         assert gateway.sent == ["n1"]
-        assert scene.dispatcher.features.model_router.list_states() == []
+        assert find_part(scene.dispatcher, ModelRouter).list_states() == []
         update_listings(scene, a="")
         await submit_requests(scene, "no such", "n2")
         await asyncio.sleep(1)
@@ -328,7 +331,7 @@ def test_new_terms_apply_to_waiting_requests() -> None:
         update_listings(scene, a="day")
         await submit_requests(scene, "night", "n1")
         await asyncio.sleep(CHECK_INTERVAL_S + 1)
-        scene.dispatcher.reconfigure(replace(WATCHED_OPTIONS, model_terms=ModelTerms({"night": FAIL})))
+        scene.dispatcher.reconfigure(change_models(WATCHED_OPTIONS, terms=ModelTerms({"night": FAIL})))
         await asyncio.sleep(2)
         assert (await read_results(scene))["n1"]["error_code"] == "MODEL_NOT_FOUND"
 
@@ -365,7 +368,7 @@ def test_states_and_endpoint_problems_are_listed() -> None:
         update_listings(scene, a="day", b=None)
         await submit_requests(scene, "night", "n1")
         await asyncio.sleep(CHECK_INTERVAL_S + 1)
-        models = scene.dispatcher.features.model_router
+        models = find_part(scene.dispatcher, ModelRouter)
         assert [(snapshot.name, snapshot.state, count) for snapshot, count in models.list_states()] == [
             ("night", ModelState.UNKNOWN, 1),
             ("day", ModelState.READY, 0),

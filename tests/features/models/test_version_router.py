@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from dispatcher.features.models.availability import Listing, ModelTerms, WhenNotServed
+from dispatcher.features.models.model_router import ModelRouter
+from dispatcher.features.models.options import FamilyOptions, ModelOptions
 from dispatcher.features.models.queue.waiting import ModelWait
 from dispatcher.features.models.registry import ModelRegistryState
 from dispatcher.features.models.status import LabelStatus, ModelsStatus
@@ -30,7 +32,7 @@ from dispatcher.features.models.versions import FamilyTerms, PinScope, Transitio
 from dispatcher.features.sequences.turns import Turn
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Options
-from dispatcher.kernel.options import FamilyOptions, VersionOptions
+from dispatcher.kernel.options import index_options
 from dispatcher.queue.contract import Permit, Release
 from dispatcher.requests.outcomes.outcome import Delivered, RetryPolicy
 from dispatcher.requests.request import Request
@@ -39,12 +41,13 @@ from dispatcher.settings.model import Settings
 from tests.kernel.model_scene import (
     EXCHANGE_INTERVAL_S,
     MODEL_NOT_FOUND_BODY,
+    change_models,
     list_version_states,
     read_results,
     submit_requests,
     update_listings,
 )
-from tests.kernel.scene import AnsweringGateway, Scene, request, run_in_scene
+from tests.kernel.scene import AnsweringGateway, Scene, find_part, request, run_in_scene
 from tests.service.limiter_status import build_context_status
 
 
@@ -53,9 +56,12 @@ def options(*, can_steer: bool = False, observe: bool = False, **terms: Any) -> 
     family = FamilyTerms("qwen", VersionTemplate("qwen-v"), **terms)
     return Options(
         RetryPolicy(base_s=0.1, max_s=1.0, max_attempts=3),
-        model_terms=ModelTerms({"qwen": WhenNotServed.WAIT}),
-        versions=VersionOptions((FamilyOptions(family),), can_steer=can_steer),
         observe=observe,
+        of_features=index_options(
+            ModelOptions(
+                ModelTerms({"qwen": WhenNotServed.WAIT}), (FamilyOptions(family),), can_steer=can_steer
+            )
+        ),
     )
 
 
@@ -158,7 +164,7 @@ def test_with_resource_transition_the_new_version_opens_after_the_old_one_is_idl
         await submit_requests(scene, "r2")
         await asyncio.sleep(10)
         assert gateway.sent_as == {"r1": "qwen-v1"}
-        ((name, count, why),) = scene.dispatcher.features.model_router.list_held_back()
+        ((name, count, why),) = find_part(scene.dispatcher, ModelRouter).list_held_back()
         assert (name, count) == ("qwen", 1)
         assert "'qwen-v1' is drained first" in why
         await asyncio.sleep(25)
@@ -202,11 +208,13 @@ def test_with_resource_transition_requests_that_name_a_version_count_as_well() -
         await submit_requests(scene, "n1", payload=NAMES_NEW_VERSION)
         await asyncio.sleep(10)
         assert gateway.sent_as == {"o1": "qwen-v1"}
-        reasons = {name: why for name, _, why in scene.dispatcher.features.model_router.list_held_back()}
+        reasons = {name: why for name, _, why in find_part(scene.dispatcher, ModelRouter).list_held_back()}
         assert "'qwen-v1' is drained first" in reasons["qwen"]
         assert reasons["qwen-v2"] == "model 'qwen-v2' waits until 'qwen-v1' is drained"
-        assert scene.dispatcher.features.model_router.describe_model("qwen-v2").endswith(
-            "; waits until 'qwen-v1' is drained"
+        assert (
+            find_part(scene.dispatcher, ModelRouter)
+            .describe_model("qwen-v2")
+            .endswith("; waits until 'qwen-v1' is drained")
         )
         await asyncio.sleep(25)
         assert gateway.sent_as == {"o1": "qwen-v1", "r1": "qwen-v2", "n1": "qwen-v2"}
@@ -229,7 +237,7 @@ def test_requests_that_name_the_old_version_do_not_keep_the_new_one_closed() -> 
             await asyncio.sleep(3)
             if number == 4:
                 reasons = {
-                    name: why for name, _, why in scene.dispatcher.features.model_router.list_held_back()
+                    name: why for name, _, why in find_part(scene.dispatcher, ModelRouter).list_held_back()
                 }
                 assert reasons["qwen-v1"] == "model 'qwen-v1' waits for 'qwen-v2'"
                 assert list(gateway.sent_as) == ["o0", "o1", "o2", "o3"]
@@ -283,7 +291,7 @@ def test_with_resource_transition_no_version_opens_while_another_has_requests(se
 
     async def check(scene: Scene) -> None:
         nonlocal opened_count
-        versions = scene.dispatcher.features.model_router.versions
+        versions = find_part(scene.dispatcher, ModelRouter).versions
         family = versions.get_family("qwen")
         assert family is not None
         update_families = versions.update_families
@@ -406,10 +414,10 @@ def test_pin_applies_to_all_owners_and_requests_wait_while_pins_cannot_be_read()
     async def check(scene: Scene) -> None:
         update_listings(scene, a="qwen-v1 qwen-v2")
         key = build_pin_key(
-            options(pin=PinScope.JOB).versions.families[0].terms, request(labels={"job": "a"})
+            options(pin=PinScope.JOB).of(ModelOptions).families[0].terms, request(labels={"job": "a"})
         )
         other = type(scene.queue)(scene.store, "b")
-        router = scene.dispatcher.features.model_router.versions
+        router = find_part(scene.dispatcher, ModelRouter).versions
         assert await other.pin_versions([replace(_choose_pin(router, key), proposed_version="qwen-v1")]) == [
             "qwen-v1"
         ]
@@ -477,7 +485,7 @@ def test_drained_model_gets_no_requests_until_it_is_undrained() -> None:
         await submit_requests(scene, "o1", payload=b'{"model":"other"}')
         await asyncio.sleep(EXCHANGE_INTERVAL_S + 1)
         assert gateway.sent_as == {"r1": "qwen-v1"}
-        ((name, count, why),) = scene.dispatcher.features.model_router.list_held_back()
+        ((name, count, why),) = find_part(scene.dispatcher, ModelRouter).list_held_back()
         assert (name, count) == ("other", 1)
         assert "is drained by ada" in why
         assert "a bad quantisation" in why
@@ -501,10 +509,10 @@ def test_model_family_can_be_drained_by_its_name() -> None:
         await submit_requests(scene, "r1")
         await asyncio.sleep(EXCHANGE_INTERVAL_S + 1)
         assert gateway.sent_as == {}
-        ((name, count, why),) = scene.dispatcher.features.model_router.list_held_back()
+        ((name, count, why),) = find_part(scene.dispatcher, ModelRouter).list_held_back()
         assert (name, count) == ("qwen", 1)
         assert re.search("'qwen' is drained by ada since .*: the tokenizer is wrong", why)
-        assert scene.dispatcher.features.model_router.describe_model("qwen").startswith("drained by ada")
+        assert find_part(scene.dispatcher, ModelRouter).describe_model("qwen").startswith("drained by ada")
         assert await scene.store.undrain_version("qwen")
         await asyncio.sleep(EXCHANGE_INTERVAL_S + 1)
         assert gateway.sent_as == {"r1": "qwen-v2"}
@@ -557,7 +565,7 @@ def test_version_is_listed_separately_only_if_a_request_waits_for_it() -> None:
     gateway = VersionGateway()
 
     def names(scene: Scene) -> list[str]:
-        return [snapshot.name for snapshot, _ in scene.dispatcher.features.model_router.list_states()]
+        return [snapshot.name for snapshot, _ in find_part(scene.dispatcher, ModelRouter).list_states()]
 
     async def check(scene: Scene) -> None:
         update_listings(scene, a="qwen-v1 qwen-v2 other")
@@ -602,7 +610,7 @@ def test_status_shows_each_version_with_its_labels_and_drains() -> None:
         assert (oldest.name, oldest.drained, oldest.labels) == ("qwen-v1", True, ["old", "stable"])
         assert str(oldest.drained_by).endswith(": it leaks")
         assert build_models_status(scene).model_registry_problem is None
-        versions = scene.dispatcher.features.model_router.versions
+        versions = find_part(scene.dispatcher, ModelRouter).versions
         assert versions.registry is not None
         versions.registry = replace(versions.registry, problem="the key holds a list")
         assert build_models_status(scene).model_registry_problem == "the key holds a list"
@@ -626,7 +634,7 @@ def test_removing_a_family_from_the_settings_during_a_lookup_stops_no_request() 
         scene.queue.pin_versions = pin_slowly  # type: ignore[method-assign]
         await submit_requests(scene, "r1", labels={"job": "a"})
         await asyncio.sleep(0.5)
-        scene.dispatcher.reconfigure(replace(options(), versions=VersionOptions(can_steer=True)))
+        scene.dispatcher.reconfigure(change_models(options(), families=(), can_steer=True))
         await asyncio.sleep(2)
         assert gateway.sent_as == {"r1": "qwen-v1"}
 
@@ -640,16 +648,16 @@ def test_requests_wait_while_no_version_is_served() -> None:
         update_listings(scene, a="other")
         await submit_requests(scene, "r1")
         await asyncio.sleep(EXCHANGE_INTERVAL_S + 1)
-        ((_, _, why),) = scene.dispatcher.features.model_router.list_held_back()
+        ((_, _, why),) = find_part(scene.dispatcher, ModelRouter).list_held_back()
         assert "no version of 'qwen' is served" in why
-        assert "no version of 'qwen' is served" in scene.dispatcher.features.model_router.describe_model(
+        assert "no version of 'qwen' is served" in find_part(scene.dispatcher, ModelRouter).describe_model(
             "qwen"
         )
         update_listings(scene, a="other qwen-v1")
         await asyncio.sleep(1)
         assert gateway.sent_as == {"r1": "qwen-v1"}
         ((snapshot, _), *_) = [
-            each for each in scene.dispatcher.features.model_router.list_states() if each[0].name == "qwen"
+            each for each in find_part(scene.dispatcher, ModelRouter).list_states() if each[0].name == "qwen"
         ]
         assert (snapshot.state, snapshot.serving_count, snapshot.endpoint_count) == ("ready", 1, 1)
 
@@ -658,7 +666,7 @@ def test_requests_wait_while_no_version_is_served() -> None:
 
 def test_requests_fail_while_no_version_is_served_if_they_must_not_wait() -> None:
     gateway = VersionGateway()
-    failing_options = replace(options(), model_terms=ModelTerms({"qwen": WhenNotServed.FAIL}))
+    failing_options = change_models(options(), terms=ModelTerms({"qwen": WhenNotServed.FAIL}))
 
     async def check(scene: Scene) -> None:
         update_listings(scene, a="other")
@@ -759,14 +767,14 @@ def test_observer_reads_the_model_registry_and_writes_nothing() -> None:
 
 def test_without_families_requests_are_not_changed() -> None:
     gateway = VersionGateway()
-    options_without_versions = replace(options(), versions=VersionOptions())
+    options_without_versions = change_models(options(), families=())
 
     async def check(scene: Scene) -> None:
         update_listings(scene, a="qwen qwen-v1")
         await submit_requests(scene, "r1", payload=b'{"model":"qwen"}')
         await asyncio.sleep(1)
         assert gateway.bodies == {"r1": b'{"model":"qwen"}'}
-        assert not scene.dispatcher.features.model_router.versions
+        assert not find_part(scene.dispatcher, ModelRouter).versions
         scene.dispatcher.reconfigure(options())
         update_listings(scene, a="qwen qwen-v1")
         await submit_requests(scene, "r2")
@@ -779,10 +787,10 @@ def test_without_families_requests_are_not_changed() -> None:
 def build_many_families(family_count: int, version_count: int) -> tuple[Options, str]:
     """Return options for families with several versions each, and the names that endpoints list."""
     families = [FamilyTerms(f"m{at}", VersionTemplate(f"m{at}-v")) for at in range(family_count)]
-    many_options = replace(
+    many_options = change_models(
         options(),
-        model_terms=ModelTerms({each.name: WhenNotServed.WAIT for each in families}),
-        versions=VersionOptions(tuple(FamilyOptions(each) for each in families)),
+        terms=ModelTerms({each.name: WhenNotServed.WAIT for each in families}),
+        families=tuple(FamilyOptions(each) for each in families),
     )
     return many_options, " ".join(
         f"m{at}-v{number}" for at in range(family_count) for number in range(version_count)
@@ -798,7 +806,7 @@ def test_update_time_grows_with_versions_and_not_with_families_times_names() -> 
             update_listings(scene, a=names)
             for _ in range(7):
                 started_at = process_time()
-                scene.dispatcher.features.model_router.versions.update_families()
+                find_part(scene.dispatcher, ModelRouter).versions.update_families()
                 durations_s.append(process_time() - started_at)
 
         run_in_scene(check, VersionGateway(), many_options)
@@ -814,7 +822,7 @@ def test_changes_of_many_versions_are_logged_up_to_a_maximum() -> None:
         update_listings(scene, a=names)
         assert list_version_states(scene, "m0-v2999") == ["cold", "open"]
         assert len(scene.events) <= 2 + MAX_LOGGED_CHANGES
-        family = scene.dispatcher.features.model_router.versions.get_family("m0")
+        family = find_part(scene.dispatcher, ModelRouter).versions.get_family("m0")
         assert family is not None
         assert len(family.make_snapshots()) == 3000
         update_listings(scene, a="m0-v1")
@@ -828,7 +836,7 @@ def test_completion_of_a_request_updates_families_only_if_needed() -> None:
     update_count = 0
 
     async def check(scene: Scene) -> None:
-        versions = scene.dispatcher.features.model_router.versions
+        versions = find_part(scene.dispatcher, ModelRouter).versions
         update_listings(scene, a="qwen-v1")
         await asyncio.sleep(1)
         update_families = versions.update_families

@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 import pytest
 
 from dispatcher.common.grouping import GroupingRule
-from dispatcher.features.all_features import AllFeatures
 from dispatcher.features.merging.options import MergeOptions
 from dispatcher.features.merging.rules import BatchRule, MergeMode
 from dispatcher.features.merging.shapes import SHAPES
 from dispatcher.features.models.availability import Listing, ModelTerms, WhenNotServed
+from dispatcher.features.models.model_router import ModelRouter
+from dispatcher.features.models.options import FamilyOptions, ModelOptions
 from dispatcher.features.models.version_template import VersionTemplate
 from dispatcher.features.models.versions import FamilyTerms
 from dispatcher.features.models.warm_up_runner import (
@@ -24,11 +23,12 @@ from dispatcher.features.models.warm_up_runner import (
     ERROR_RETRY_S,
     MAX_PARALLEL_WARM_UPS,
     RETRY_SOON_S,
+    WarmUpRunner,
 )
 from dispatcher.features.models.warmup import WarmupRequest
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal, Options
-from dispatcher.kernel.options import FamilyOptions, VersionOptions, index_options
+from dispatcher.kernel.options import index_options
 from dispatcher.limit.budget import Reason
 from dispatcher.queue.contract import Permit, Release
 from dispatcher.requests.outcomes.outcome import (
@@ -47,11 +47,12 @@ from dispatcher.telemetry.metrics import Metrics
 from tests.kernel.model_scene import (
     EXCHANGE_INTERVAL_S,
     MODEL_NOT_FOUND_BODY,
+    change_models,
     list_version_states,
     submit_requests,
     update_listings,
 )
-from tests.kernel.scene import AnsweringGateway, Scene, open_limiter, run_in_scene
+from tests.kernel.scene import AnsweringGateway, Scene, find_part, open_limiter, run_in_scene
 from tests.memory_queue import MemoryQueue
 
 T = TypeVar("T")
@@ -77,7 +78,7 @@ class WarmUpGateway(AnsweringGateway):
         """Endpoint, path and body of each warm-up call, in the order in which they began."""
         self.batch_calls: list[tuple[str, str]] = []
         """Model and endpoints of each batch request, in the order in which they were answered."""
-        self.running_count = self.max_running_count = 0
+        self.running_count = self.max_running_count = self.closed_count = 0
 
     async def forward(
         self, request: Request, *, token: str, deadline: float, may_send: object
@@ -98,6 +99,9 @@ class WarmUpGateway(AnsweringGateway):
 
         self.warm_up_calls.append((endpoint, path, body))
         return await self._count_running(answer_after_delay())
+
+    async def aclose(self) -> None:
+        self.closed_count += 1
 
     async def _count_running(self, call: Awaitable[T]) -> T:
         self.running_count += 1
@@ -126,12 +130,17 @@ def options(
     family = FamilyTerms("qwen", VersionTemplate("qwen-v"), has_warm_up=True, **terms)
     return Options(
         RetryPolicy(base_s=0.1, max_s=1.0, max_attempts=3),
-        model_terms=ModelTerms({"qwen": WhenNotServed.WAIT}),
-        versions=VersionOptions(
-            (FamilyOptions(family, read, is_required),), can_steer, warm_directly, timeout_s
-        ),
         observe=observe,
-        of_features=index_options(MergeOptions(merge_rules)),
+        of_features=index_options(
+            MergeOptions(merge_rules),
+            ModelOptions(
+                ModelTerms({"qwen": WhenNotServed.WAIT}),
+                (FamilyOptions(family, read, is_required),),
+                can_steer,
+                warm_directly,
+                timeout_s,
+            ),
+        ),
     )
 
 
@@ -148,7 +157,11 @@ def list_warm_up_events(scene: Scene) -> list[dict[str, Any]]:
 
 
 def run_with_gateway(check: Any, gateway: WarmUpGateway, warm_up_options: Options) -> None:
-    run_in_scene(check, gateway, warm_up_options, servers=gateway)
+    async def check_with_servers(scene: Scene) -> None:
+        find_part(scene.dispatcher, WarmUpRunner).servers = gateway
+        await check(scene)
+
+    run_in_scene(check_with_servers, gateway, warm_up_options)
 
 
 def test_each_endpoint_is_warmed_up_before_it_gets_batch_requests() -> None:
@@ -173,10 +186,11 @@ def test_each_endpoint_is_warmed_up_before_it_gets_batch_requests() -> None:
             ("a", 4, True),
             ("b", 4, True),
         ]
-        assert scene.dispatcher.features.warm_ups.result_counts == {"warm": 2, "errors": 0, "retry": 0}
+        assert find_part(scene.dispatcher, WarmUpRunner).result_counts == {"warm": 2, "errors": 0, "retry": 0}
         assert gateway.max_running_count <= LIMIT
 
     run_with_gateway(check, gateway, options())
+    assert gateway.closed_count == 1
 
 
 def test_steered_requests_avoid_a_new_endpoint_until_it_is_warm() -> None:
@@ -283,14 +297,14 @@ def test_required_warm_up_is_retried_until_it_succeeds() -> None:
         assert ERROR_RETRY_S[0] == 30.0
         assert len(gateway.warm_up_calls) == 12
         assert gateway.batch_calls == []
-        ((_, _, why),) = scene.dispatcher.features.model_router.list_held_back()
+        ((_, _, why),) = find_part(scene.dispatcher, ModelRouter).list_held_back()
         assert "'qwen-v1' is being warmed up" in why
         gateway.warm_up_outcome = Delivered(200, b"{}")
         for _ in range(30):
             await asyncio.sleep(EXCHANGE_INTERVAL_S)
             update_listings(scene, a="qwen-v1")
         assert gateway.batch_calls == [("qwen-v1", "")]
-        assert scene.dispatcher.features.warm_ups.result_counts == {"warm": 1, "errors": 0, "retry": 3}
+        assert find_part(scene.dispatcher, WarmUpRunner).result_counts == {"warm": 1, "errors": 0, "retry": 3}
 
     run_with_gateway(check, gateway, options(is_required=True))
 
@@ -436,7 +450,7 @@ def test_endpoint_is_cold_again_after_it_stops_listing_the_version_or_restarts()
         await wait_for_exchange(scene)
         assert len(gateway.warm_up_calls) == 8
         at = asyncio.get_running_loop().time()
-        scene.dispatcher.features.model_router.update_listings(
+        find_part(scene.dispatcher, ModelRouter).update_listings(
             [Listing("a", at, None, problem="refused", is_down=True)]
         )
         await wait_for_exchange(scene)
@@ -444,7 +458,7 @@ def test_endpoint_is_cold_again_after_it_stops_listing_the_version_or_restarts()
         await wait_for_exchange(scene)
         # The endpoint may have been warmed up while it was down as well.
         assert len(gateway.warm_up_calls) in (12, 16)
-        scene.dispatcher.features.model_router.update_listings(
+        find_part(scene.dispatcher, ModelRouter).update_listings(
             [Listing("a", at, None, problem="it took too long")]
         )
         update_listings(scene, a="qwen-v1")
@@ -512,7 +526,7 @@ def test_observer_sends_no_warm_up() -> None:
 
 
 def without_families(warm_up_options: Options) -> Options:
-    return replace(warm_up_options, versions=VersionOptions())
+    return change_models(warm_up_options, families=())
 
 
 async def can_take_lock(scene: Scene, endpoint: str = "a") -> bool:
@@ -651,10 +665,10 @@ class StalledOwner:
             warm_up_options,
             Journal(Metrics()),
             clock=lambda: loop.time() + self.clock_offset_s,
-            build_features=partial(AllFeatures, servers=gateway),
         )
+        find_part(self.dispatcher, WarmUpRunner).servers = gateway
         self.task = asyncio.create_task(self.dispatcher.run())
-        self.dispatcher.features.model_router.update_listings([Listing("a", loop.time(), ("qwen-v1",))])
+        find_part(self.dispatcher, ModelRouter).update_listings([Listing("a", loop.time(), ("qwen-v1",))])
 
     async def stall(self, *, is_noticed: bool = True) -> None:
         """Stall after the first call until the lock has expired."""
@@ -685,12 +699,12 @@ def test_stalled_owner_sends_no_more_calls_after_another_took_the_lock(is_notice
         await asyncio.sleep(60)
         assert len(stalled_owner.warm_up_calls) == (1 if is_noticed else 2)
         assert len(gateway.warm_up_calls) == 4
-        assert stalled_owner.dispatcher.features.warm_ups.result_counts == {
+        assert find_part(stalled_owner.dispatcher, WarmUpRunner).result_counts == {
             "warm": 0,
             "errors": 0,
             "retry": 1,
         }
-        assert scene.dispatcher.features.warm_ups.result_counts == {"warm": 1, "errors": 0, "retry": 0}
+        assert find_part(scene.dispatcher, WarmUpRunner).result_counts == {"warm": 1, "errors": 0, "retry": 0}
         assert set((await scene.store.read_model_registry()).warm_markers) == {("qwen-v1", "a")}
         assert stalled_owner.registry.lock_until == {}
         await stalled_owner.drain()
@@ -735,7 +749,7 @@ def test_owner_whose_lock_expired_takes_it_again_if_it_is_free() -> None:
         assert not await scene.queue.take_warm_up_lock("qwen-v1", "a")
         await asyncio.sleep(12)
         assert len(stalled_owner.warm_up_calls) == 4
-        assert stalled_owner.dispatcher.features.warm_ups.result_counts == {
+        assert find_part(stalled_owner.dispatcher, WarmUpRunner).result_counts == {
             "warm": 1,
             "errors": 0,
             "retry": 0,
@@ -812,7 +826,7 @@ def test_warm_marker_of_an_endpoint_seen_only_by_another_owner_is_kept() -> None
         at = asyncio.get_running_loop().time()
         down = Listing("down", at, None, problem="refused", is_down=True)
         for listings in ([], [Listing("a", at, ("qwen-v1",)), down], [Listing("gateway", at, ("qwen-v1",))]):
-            scene.dispatcher.features.model_router.update_listings(listings)
+            find_part(scene.dispatcher, ModelRouter).update_listings(listings)
             await asyncio.sleep(EXCHANGE_INTERVAL_S)
         assert {("qwen-v1", "x"), ("qwen-v1", "down")} < (
             await other.refresh_warm_markers([], [], [])
@@ -864,8 +878,8 @@ def test_all_endpoints_are_warmed_up_although_other_owners_fill_the_limit(owners
                 open_limiter(),
                 warm_up_options,
                 Journal(Metrics()),
-                build_features=partial(AllFeatures, servers=gateway),
             )
+            find_part(dispatcher, WarmUpRunner).servers = gateway
             dispatchers.append(dispatcher)
             other_tasks.append(asyncio.create_task(dispatcher.run()))
         await submit_requests(scene, *(f"r{number}" for number in range(6000)), payload=b'{"model":"other"}')
@@ -874,7 +888,7 @@ def test_all_endpoints_are_warmed_up_although_other_owners_fill_the_limit(owners
             at = asyncio.get_running_loop().time()
             listings = [Listing(name, at, (model,)) for name, model in ({"a": "other"} | names).items()]
             for each in dispatchers:
-                each.features.model_router.update_listings(listings)
+                find_part(each, ModelRouter).update_listings(listings)
             await asyncio.sleep(EXCHANGE_INTERVAL_S)
         assert len({endpoint for endpoint, _, _ in gateway.warm_up_calls}) == 12
         assert len(gateway.warm_up_calls) == 48
@@ -904,8 +918,8 @@ def test_warm_ups_and_batch_requests_of_all_owners_share_one_limit() -> None:
                 open_limiter(),
                 warm_up_options,
                 Journal(Metrics()),
-                build_features=partial(AllFeatures, servers=gateway),
             )
+            find_part(dispatcher, WarmUpRunner).servers = gateway
             dispatchers.append(dispatcher)
             other_tasks.append(asyncio.create_task(dispatcher.run()))
         await submit_requests(scene, *(f"r{number}" for number in range(900)), payload=b'{"model":"other"}')
@@ -914,7 +928,7 @@ def test_warm_ups_and_batch_requests_of_all_owners_share_one_limit() -> None:
             at = asyncio.get_running_loop().time()
             listings = [Listing(name, at, (model,)) for name, model in ({"a": "other"} | names).items()]
             for each in dispatchers:
-                each.features.model_router.update_listings(listings)
+                find_part(each, ModelRouter).update_listings(listings)
             await asyncio.sleep(EXCHANGE_INTERVAL_S)
         assert len({endpoint for endpoint, _, _ in gateway.warm_up_calls}) == 24
         assert len(gateway.batch_calls) > 400

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dispatcher.features.slices.options import SliceOptions
-from dispatcher.features.slices.settings import SlicingSettings, build_options
+from dispatcher.features.slices.options import SliceOptions, build_options
+from dispatcher.features.slices.settings import SlicingSettings
 from dispatcher.settings.model import Settings
 
 

@@ -13,6 +13,7 @@ import pytest
 from msgspec.structs import replace as replace_config
 
 from dispatcher.features.models.availability import ModelTerms, WhenNotServed
+from dispatcher.features.models.options import FamilyOptions
 from dispatcher.features.models.version_template import VersionTemplate
 from dispatcher.features.models.versions import FamilyTerms
 from dispatcher.features.slices.eligibility import WholeReason
@@ -21,7 +22,6 @@ from dispatcher.features.slices.progress import Progress, Stage, encode_progress
 from dispatcher.features.slices.support import DOUBT_S, EQUAL_S, MAX_TEMPLATE_OPTIONS, SupportTable
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Options
-from dispatcher.kernel.options import FamilyOptions, VersionOptions
 from dispatcher.lab.standin.generation_api import GenerationConfig
 from dispatcher.limit.budget import Policy, Reading, Signal
 from dispatcher.limit.poll import Poll
@@ -47,7 +47,7 @@ from tests.features.slices.slice_scene import (
     wait_for_calls,
     wait_for_results,
 )
-from tests.kernel.model_scene import update_listings
+from tests.kernel.model_scene import change_models, update_listings
 from tests.kernel.scene import Scene, run_in_scene
 from tests.memory_queue import MemoryQueue
 from tests.queue.factories import claim
@@ -660,11 +660,8 @@ def test_request_declines_slices() -> None:
 def test_generation_stays_on_its_version_or_begins_again(listing: str, version: str) -> None:
     gateway = GenerationGateway(GenerationConfig(end_probability=0.0), token_s=0.01)
     family = FamilyTerms("qwen", VersionTemplate("qwen-v"))
-    options = replace(
-        build_options(),
-        model_terms=ModelTerms({"qwen": WhenNotServed.WAIT}),
-        versions=VersionOptions((FamilyOptions(family),)),
-    )
+    terms = ModelTerms({"qwen": WhenNotServed.WAIT})
+    options = change_models(build_options(), terms=terms, families=(FamilyOptions(family),))
 
     async def check(scene: Scene) -> None:
         update_listings(scene, a="qwen-v1")

@@ -83,7 +83,7 @@
 {{- if or (dig "signals" "vllm" "urls" list .Values.config) (dig "signals" "vllm" "service" "" .Values.config) -}}true{{- end -}}
 {{- end -}}
 
-{{/* Non-empty if the served models are observed, as in dispatcher/settings/serving.py. */}}
+{{/* Non-empty if the served models are observed, as in dispatcher/features/models/settings.py. */}}
 {{- define "batch-dispatcher.observesModels" -}}
 {{- $observe := dig "serving" "observe" "auto" .Values.config -}}
 {{- if and (ne $observe "off") (or (ne $observe "auto") .Values.config.models) -}}true{{- end -}}

@@ -150,7 +150,9 @@ def _make_request_filter(
     """Return the filter. `settings`: `None` if only the queue is known, without a configuration."""
     if settings is None:
         return _RequestFilter(model, None, "", paths, include_dead)
-    template = next((each.version_template for each in settings.models if each.name == model), None)
+    from dispatcher.features.models.settings import get_models  # slow to import, and known by now
+
+    template = next((each.version_template for each in get_models(settings) if each.name == model), None)
     return _RequestFilter(model, template, settings.gateway.path, paths, include_dead)
 
 

@@ -6,11 +6,18 @@ import json
 
 import pytest
 
+from dispatcher.features.models.settings import (
+    MAX_MODELS,
+    ModelSettings,
+    ServingSettings,
+    find_serving,
+    get_models,
+    is_observing_models,
+)
 from dispatcher.requests.lanes import MAX_MODEL_NAME_BYTES
 from dispatcher.settings import effective
 from dispatcher.settings.load import parse_settings, reload_settings
 from dispatcher.settings.model import Settings
-from dispatcher.settings.models import MAX_MODELS, ModelSettings
 
 MINIMAL = "gateway: {url: http://gw}\n"
 
@@ -29,8 +36,9 @@ def parse_invalid(text: str, **environ: str) -> str:
 
 def test_without_models_nothing_is_observed() -> None:
     found = parse_valid("")
-    assert (found.models, found.serving.observe, found.serving.interval_s) == ((), "auto", 5.0)
-    assert not found.observes_models
+    serving = found.get_section(ServingSettings)
+    assert (get_models(found), serving.observe, serving.interval_s) == ((), "auto", 5.0)
+    assert not is_observing_models(found)
 
 
 @pytest.mark.parametrize(
@@ -40,9 +48,9 @@ def test_without_models_nothing_is_observed() -> None:
 def test_auto_observes_if_models_are_configured(
     observe: str, without_models: bool, with_models: bool
 ) -> None:
-    assert parse_valid(f"serving: {{observe: {observe}}}").observes_models is without_models
+    assert is_observing_models(parse_valid(f"serving: {{observe: {observe}}}")) is without_models
     with_model = parse_valid(f"serving: {{observe: {observe}}}\nmodels: [{{name: m}}]")
-    assert with_model.observes_models is with_models
+    assert is_observing_models(with_model) is with_models
 
 
 def parse_with_vllm(*metrics_urls: str, serving: str = "", more: str = "") -> Settings:
@@ -65,17 +73,16 @@ def test_model_lists_are_read_from_the_servers_of_the_metrics_pages(
     metrics_url: str, models_url: str
 ) -> None:
     found = parse_with_vllm(metrics_url)
-    assert [each.reveal() for each in found.serving_with_servers.urls] == [models_url] * bool(models_url)
-    assert found.serving.urls == (), "the setting of the operator is not changed"
+    assert [each.reveal() for each in find_serving(found).urls] == [models_url] * bool(models_url)
+    assert found.get_section(ServingSettings).urls == (), "the setting of the operator is not changed"
 
 
 def test_servers_of_the_signals_use_their_token_and_tls_unless_serving_has_its_own() -> None:
     of_signals = ", token_file: /theirs, tls: {ca_file: /ca}"
-    found = parse_with_vllm("http://a", more=of_signals).serving_with_servers
+    found = find_serving(parse_with_vllm("http://a", more=of_signals))
     assert (found.token_file, found.tls.ca_file) == ("/theirs", "/ca")
-    found = parse_with_vllm(
-        "http://a", more=of_signals, serving="token_file: /mine, tls: {ca_file: /my-ca}"
-    ).serving_with_servers
+    own = "token_file: /mine, tls: {ca_file: /my-ca}"
+    found = find_serving(parse_with_vllm("http://a", more=of_signals, serving=own))
     assert (found.token_file, found.tls.ca_file, len(found.urls)) == ("/mine", "/my-ca", 1)
 
 
@@ -85,17 +92,17 @@ def test_servers_of_the_signals_use_their_token_and_tls_unless_serving_has_its_o
 )
 def test_servers_of_the_signals_are_not_used_if_serving_says_otherwise(serving: str) -> None:
     found = parse_with_vllm("http://a", serving=serving, more=", token_file: /theirs")
-    assert found.serving_with_servers is found.serving
+    assert find_serving(found) is found.get_section(ServingSettings)
 
 
 def test_no_servers_are_derived_if_one_page_does_not_reveal_its_server() -> None:
-    assert parse_with_vllm("http://a", "http://b/stats").serving_with_servers.urls == ()
-    assert parse_valid("signals: {vllm: {service: servers}}").serving_with_servers.urls == ()
+    assert find_serving(parse_with_vllm("http://a", "http://b/stats")).urls == ()
+    assert find_serving(parse_valid("signals: {vllm: {service: servers}}")).urls == ()
 
 
 def test_requests_for_a_model_wait_by_default() -> None:
     found = parse_valid("models:\n- name: Qwen/Qwen3-32B\n- {name: 'ein größeres', when_not_served: fail}\n")
-    assert [(each.name, each.when_not_served) for each in found.models] == [
+    assert [(each.name, each.when_not_served) for each in get_models(found)] == [
         ("Qwen/Qwen3-32B", "wait"),
         ("ein größeres", "fail"),
     ]
@@ -103,7 +110,7 @@ def test_requests_for_a_model_wait_by_default() -> None:
 
 def test_models_are_read_as_json_from_a_variable() -> None:
     variable = {"BATCH_DISPATCHER__MODELS": '[{"name": "a"}, {"name": "b", "when_not_served": "fail"}]'}
-    assert [each.name for each in parse_valid("models: [{name: x}]", **variable).models] == ["a", "b"]
+    assert [each.name for each in get_models(parse_valid("models: [{name: x}]", **variable))] == ["a", "b"]
     wrong = {"BATCH_DISPATCHER__MODELS": '[{"name": "a", "when_not_serve": "fail"}]'}
     key = "environment: BATCH_DISPATCHER__MODELS[0].when_not_serve"
     message = f"{key}: unknown key (did you mean when_not_served?)"
@@ -113,18 +120,18 @@ def test_models_are_read_as_json_from_a_variable() -> None:
 def test_largest_number_of_models_can_be_written_and_read_back() -> None:
     lines = "\n".join(f"- name: model-{number}\n  when_not_served: fail" for number in range(MAX_MODELS))
     found = parse_valid(f"models:\n{lines}\n")
-    assert len(found.models) == MAX_MODELS
+    assert len(get_models(found)) == MAX_MODELS
     shown = "\n".join(map(str, effective.render_lines(found)))
     again = parse_settings(shown, {})
     assert isinstance(again, Settings)
-    assert again.models == found.models
+    assert get_models(again) == get_models(found)
     more = f"models:\n{lines}\n- name: one-more\n"
     assert parse_invalid(more).endswith("models: must be at most 1000 models, not 1001")
 
 
 def test_model_name_may_have_up_to_256_bytes() -> None:
     longest = "ü" * (MAX_MODEL_NAME_BYTES // 2)
-    assert parse_valid(f"models: [{{name: {longest}}}]").models == (ModelSettings(name=longest),)
+    assert get_models(parse_valid(f"models: [{{name: {longest}}}]")) == (ModelSettings(name=longest),)
     assert "must not be longer than 256 bytes" in parse_invalid(f"models: [{{name: {longest}x}}]")
 
 

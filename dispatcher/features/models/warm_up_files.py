@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
+from dispatcher.features.models.settings import get_models
 from dispatcher.features.models.warmup import (
     MAX_FILE_BYTES,
     WarmupFault,
@@ -27,8 +28,9 @@ class WarmupFiles:
     def __init__(self, settings: Settings) -> None:
         gateway = settings.gateway
         self._rules = WarmupRules(gateway.path, gateway.allowed_paths, settings.queue.max_payload_bytes)
-        self._paths = {model.name: Path(model.warmup) for model in settings.models if model.warmup}
-        self._setting_paths = {model.name: f"models[{at}].warmup" for at, model in enumerate(settings.models)}
+        models = get_models(settings)
+        self._paths = {model.name: Path(model.warmup) for model in models if model.warmup}
+        self._setting_paths = {model.name: f"models[{at}].warmup" for at, model in enumerate(models)}
         self._last_usable: dict[str, tuple[object, WarmupRequests]] = {}
         """Last usable content of each file, with the fingerprint of the file at that time, by model."""
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from dispatcher.features.models.warm_up_files import WarmupFiles, read_warmup_file
 from dispatcher.features.models.warmup import WarmupRules
 from dispatcher.settings.load import parse_settings
 from dispatcher.settings.model import Settings
-from dispatcher.settings.warmups import WarmupFiles, read_warmup_file
 from dispatcher.settings.yaml_source import Problem
 
 LINE_FORMAT = '{"body": {"model": "qwen", "prompt": "%s"}}\n'

@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from dispatcher.features.models.settings import (
+    MAX_VERSIONS,
+    ModelSettings,
+    ServingSettings,
+    get_models,
+)
 from dispatcher.features.models.version_policy import VersionPolicy
 from dispatcher.features.models.version_template import VersionTemplate
 from dispatcher.settings import effective
 from dispatcher.settings.load import parse_settings, reload_settings
 from dispatcher.settings.model import Settings
-from dispatcher.settings.models import MAX_VERSIONS, ModelSettings
 
 MINIMAL = "gateway: {url: http://gw}\n"
 MATCH = "name: qwen, match: 'qwen-v{version}'"
@@ -46,7 +51,7 @@ def parse_invalid(text: str, **environ: str) -> str:
 
 
 def test_a_model_that_is_only_named_has_no_versions() -> None:
-    (model,) = parse_valid("models: [{name: qwen}]").models
+    (model,) = get_models(parse_valid("models: [{name: qwen}]"))
     assert model.version_template is None
     assert not model.is_family
     assert (model.policy, model.transition, model.pin) == (VersionPolicy(1), "availability", "request")
@@ -55,15 +60,16 @@ def test_a_model_that_is_only_named_has_no_versions() -> None:
 
 def test_all_keys_are_applied() -> None:
     found = parse_valid(ALL_KEYS)
-    (model,) = found.models
+    (model,) = get_models(found)
     assert model.is_family
     assert model.version_template == VersionTemplate("qwen-v")
     assert model.policy == VersionPolicy(label="stable")
     assert model.labels == {"stable": "2", "next": "v3"}
     assert (model.transition, model.pin, model.warmup_required) == ("resource", "job", True)
     assert model.weights == {"v3": 0.05, "qwen-v2": 0.95}
-    assert (found.serving.subset_header, found.serving.warmup.by) == ("x-subset", "gateway")
-    assert found.serving.warmup.timeout_s == 60
+    serving = found.get_section(ServingSettings)
+    assert (serving.subset_header, serving.warmup.by) == ("x-subset", "gateway")
+    assert serving.warmup.timeout_s == 60
 
 
 @pytest.mark.parametrize(
@@ -81,7 +87,7 @@ def test_all_keys_are_applied() -> None:
 def test_policy_can_be_written_in_several_forms(
     text: str, policy: VersionPolicy, max_count: int | None, rendered: str
 ) -> None:
-    (model,) = parse_valid(f"models: [{{{MATCH}, policy: {text}}}]").models
+    (model,) = get_models(parse_valid(f"models: [{{{MATCH}, policy: {text}}}]"))
     assert (model.policy, model.policy.max_count, str(model.policy)) == (policy, max_count, rendered)
     assert ModelSettings(name="q", match="q{version}", policy=policy).policy == policy
 
@@ -91,8 +97,8 @@ def test_rendered_models_can_be_read_back_and_omit_defaults() -> None:
     rendered = "\n".join(map(str, effective.render_lines(found)))
     parsed = parse_settings(rendered, {})
     assert isinstance(parsed, Settings)
-    assert parsed.models == found.models
-    assert parsed.serving == found.serving
+    assert get_models(parsed) == get_models(found)
+    assert parsed.get_section(ServingSettings) == found.get_section(ServingSettings)
     dumped = effective.settings_as_json(found)["settings"]["models"]
     assert dumped[0]["policy"] == {"label": "stable"}
     json.dumps(dumped)
@@ -103,12 +109,12 @@ def test_rendered_models_can_be_read_back_and_omit_defaults() -> None:
 
 
 def test_path_of_a_warm_up_is_relative_to_the_configuration_file(tmp_path: Path) -> None:
-    (model,) = parse_valid("models: [{name: qwen, warmup: warm/../qwen.jsonl}]", tmp_path).models
+    (model,) = get_models(parse_valid("models: [{name: qwen, warmup: warm/../qwen.jsonl}]", tmp_path))
     assert model.warmup == str(tmp_path / "qwen.jsonl")
-    (model,) = parse_valid("models: [{name: qwen, warmup: /etc/qwen.jsonl}]", tmp_path).models
+    (model,) = get_models(parse_valid("models: [{name: qwen, warmup: /etc/qwen.jsonl}]", tmp_path))
     assert model.warmup == "/etc/qwen.jsonl"
     variable = {"BATCH_DISPATCHER__MODELS": '[{"name": "a", "warmup": "qwen.jsonl"}]'}
-    (model,) = parse_valid("", tmp_path, **variable).models
+    (model,) = get_models(parse_valid("", tmp_path, **variable))
     assert model.warmup == "qwen.jsonl", "paths in variables are relative to the working directory"
 
 
@@ -136,8 +142,9 @@ def test_models_can_be_set_in_the_environment() -> None:
     }
     found = parse_settings(MINIMAL, variables)
     assert isinstance(found, Settings), found
-    assert (found.models[0].policy.latest, found.models[0].weights) == (2, {"2": 0})
-    assert (found.serving.subset_header, found.serving.warmup.timeout_s) == ("x-subset", 5)
+    (model,), serving = get_models(found), found.get_section(ServingSettings)
+    assert (model.policy.latest, model.weights) == (2, {"2": 0})
+    assert (serving.subset_header, serving.warmup.timeout_s) == ("x-subset", 5)
     invalid = {"BATCH_DISPATCHER__MODELS": models.replace(":latest", "").replace('"latest": 2', '"last": 2')}
     assert parse_invalid("", **invalid).startswith(
         "environment: BATCH_DISPATCHER__MODELS[0].policy: must be latest"
@@ -146,7 +153,7 @@ def test_models_can_be_set_in_the_environment() -> None:
 
 def test_two_models_may_share_a_template() -> None:
     found = parse_valid("models: [{name: a, match: 'm-{version}'}, {name: b, match: 'm-{version}'}]")
-    assert [each.match for each in found.models] == ["m-{version}", "m-{version}"]
+    assert [each.match for each in get_models(found)] == ["m-{version}", "m-{version}"]
 
 
 TOO_MANY_WEIGHTS = ", ".join(f"v{number}: 0.001" for number in range(MAX_VERSIONS + 1))
@@ -270,4 +277,4 @@ def test_subset_header_must_not_be_a_header_of_the_gateway_settings() -> None:
 @pytest.mark.parametrize("header", ["x-gateway-destination-endpoint-subset", "x-subset"])
 def test_subset_header_may_have_any_other_name(header: str) -> None:
     found = parse_valid(f"serving: {{subset_header: {header}, warmup: {{by: gateway}}, observe: endpoints}}")
-    assert found.serving.subset_header == header
+    assert found.get_section(ServingSettings).subset_header == header

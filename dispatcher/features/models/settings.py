@@ -1,9 +1,12 @@
-"""Settings of single models: whether requests wait for them, their versions, and their warm-up."""
+"""Settings of models: whether requests wait for them, their versions and warm-ups, and how served models are
+observed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import (
     AfterValidator,
@@ -19,34 +22,36 @@ from pydantic import (
 
 from dispatcher.features.models.version_policy import VersionPolicy
 from dispatcher.features.models.version_template import VersionTemplate
-from dispatcher.requests.lanes import MAX_MODEL_NAME_BYTES
+from dispatcher.requests.headers import normalize_name
 from dispatcher.settings.section import Section
-from dispatcher.settings.values import Text, ValueNotation, setting_error
+from dispatcher.settings.tls import TlsSettings
+from dispatcher.settings.values import (
+    HttpUrl,
+    ModelName,
+    SecretUrl,
+    Text,
+    ValueNotation,
+    check_model_name,
+    check_own_header,
+    setting_error,
+)
 from dispatcher.settings.yaml_source import suggest_nearest
+
+if TYPE_CHECKING:
+    from dispatcher.settings.model import Settings
 
 MAX_MODELS = 1000
 """Largest number of models in the settings."""
 MAX_VERSIONS = 100
 """Largest number of versions in one setting (`policy`, `labels` or `weights`)."""
 
+Observe = Literal["auto", "off", "gateway", "endpoints"]
+LIST_PATH = "/v1/models"
+_METRICS_PATH, _TENSORRT_PREFIX = "/metrics", "/prometheus"
+"""Path of a metrics page, and the prefix of that path for TensorRT-LLM."""
+
 _VERSION_KEYS = ("policy", "labels", "transition", "pin", "weights")
 _ALWAYS_SHOWN = ("name", "when_not_served")
-
-
-def check_model_name(name: str) -> str:
-    """Return the name of a model if it is valid. Raises PydanticCustomError otherwise."""
-    if not name or name != name.strip():
-        raise setting_error("must not be empty, nor have blanks at its ends")
-    try:
-        size = len(name.encode())
-    except UnicodeEncodeError:
-        raise setting_error("is not valid Unicode") from None
-    if size > MAX_MODEL_NAME_BYTES:
-        raise setting_error(f"must not be longer than {MAX_MODEL_NAME_BYTES} bytes")
-    return name
-
-
-ModelName = Annotated[Text, AfterValidator(check_model_name)]
 
 
 _POLICY_FORMS = 'latest, all, {latest: 2}, {specific: ["2"]} or {label: stable}'
@@ -290,3 +295,188 @@ def _check_models_unique(models: tuple[ModelSettings, ...]) -> tuple[ModelSettin
 
 
 Models = Annotated[tuple[ModelSettings, ...], Field(strict=False), AfterValidator(_check_models_unique)]
+
+
+class WarmupSettings(Section):
+    """Warm-up of servers that have started to serve a version of a model."""
+
+    by: Literal["auto", "gateway", "endpoints"] = Field(
+        "auto",
+        description="`endpoints`: warm-up requests are sent directly to each server. `gateway`: they are "
+        "sent through the gateway, with `serving.subset_header`. `auto`: through the gateway if that header "
+        "is set or if the gateway is asked for its models, otherwise directly.",
+    )
+    timeout_s: float = Field(
+        300.0, gt=0, le=86_400, description="Longest total time of the warm-up of one server, in seconds."
+    )
+
+
+class ServingSettings(Section):
+    """Observation of the models that the pool serves ([models.md](models.md#which-models-are-served)).
+
+    Each model server is asked for its list of models, or the gateway for the models of all servers.
+    """
+
+    observe: Observe = Field(
+        "auto",
+        description="`endpoints`: each model server is asked. `gateway`: the gateway is asked for all "
+        "servers. `off`: models are not observed. `auto`: `off` if `models` is empty. Otherwise `endpoints` "
+        "if the servers are known from `urls`, the Kubernetes watch or `signals.vllm.urls`, and else "
+        "`gateway`.",
+    )
+    urls: Annotated[tuple[HttpUrl, ...], Field(strict=False)] = Field(
+        (),
+        description="Complete URLs, one per model server. Without a path, `/v1/models` is used. If empty, "
+        "the servers of `signals.vllm.urls` are asked, or else the ready endpoints of the pool in the "
+        "Kubernetes watch.",
+    )
+    interval_s: float = Field(
+        5.0, ge=0.1, le=3600, description="Seconds between two requests to each server for its models."
+    )
+    when_not_served: Literal["wait", "fail"] = Field(
+        "wait",
+        description="What happens to a request for a model that was served before, is not served now, and is "
+        "not in `models`. `wait`: it waits for the model. `fail`: it fails with MODEL_NOT_FOUND.",
+    )
+    token_file: Text = Field(
+        "",
+        description="File with a bearer token for the model servers, which is read again for each round. The "
+        "gateway gets the token of `gateway.token_file`.",
+    )
+    tls: TlsSettings = Field(
+        TlsSettings(),
+        description="TLS settings. If any is set, endpoints of the Kubernetes watch are asked over https.",
+    )
+
+    subset_header: Text = Field(
+        "",
+        description="Header that tells the gateway to which servers a request may be sent, as "
+        "`ip:port,ip:port`. It names the warm servers. A component before the endpoint picker must translate "
+        "it into the subset hint of the picker ([models.md](models.md#only-to-servers-that-are-warm)). If "
+        "empty, a request may be sent to any server.",
+    )
+    warmup: WarmupSettings = WarmupSettings()
+
+    @field_validator("subset_header")
+    @classmethod
+    def _check_subset_header(cls, name: str) -> str:
+        return check_own_header(name)
+
+    @field_validator("warmup")
+    @classmethod
+    def _check_warmup_target(cls, warmup: WarmupSettings, info: ValidationInfo) -> WarmupSettings:
+        observe, header = info.data.get("observe"), info.data.get("subset_header")
+        if warmup.by == "endpoints" and observe == "gateway":
+            raise setting_error(
+                "by: endpoints cannot be had with serving.observe: gateway, which knows of no server"
+            )
+        if warmup.by == "gateway" and header == "" and (observe == "endpoints" or info.data.get("urls")):
+            raise setting_error("by: gateway needs serving.subset_header, for else it cannot name a server")
+        return warmup
+
+    @field_validator("urls")
+    @classmethod
+    def _check_urls(cls, urls: tuple[SecretUrl, ...], info: ValidationInfo) -> tuple[SecretUrl, ...]:
+        if not all(urls):
+            raise setting_error("holds an empty URL")
+        plain = [each.reveal().rstrip("/").removesuffix(LIST_PATH) for each in urls]
+        if len(set(plain)) < len(plain):
+            raise setting_error("has a server twice")
+        if urls and info.data.get("observe") == "gateway":
+            raise setting_error("stands beside serving.observe: gateway, which asks no server")
+        return urls
+
+    @property
+    def endpoints_header(self) -> str:
+        return self.subset_header
+
+
+class Sections(Section, defer_build=True):
+    """The sections of models."""
+
+    serving: ServingSettings = ServingSettings()
+    models: Models = Field(
+        (),
+        description=f"Models, at most {MAX_MODELS:,}, for which requests wait while the pool does not serve "
+        "them. Requests for other models that were never served are sent unchanged. With `match`, requests "
+        "are sent to a version of the model.",
+    )
+
+    @field_validator("serving")
+    @classmethod
+    def _check_subset_header(cls, serving: ServingSettings, info: ValidationInfo) -> ServingSettings:
+        header, gateway = normalize_name(serving.subset_header), info.data.get("gateway")
+        taken: dict[str, str] = {}
+        if gateway is not None:
+            taken |= dict.fromkeys(map(normalize_name, gateway.headers), "gateway.headers")
+        for section, values in info.data.items():
+            if isinstance(values, Section):
+                taken |= {
+                    normalize_name(name): f"{section}.{key}" for key, name in values.session_headers.items()
+                }
+        if header and header in taken:
+            raise setting_error(f"subset_header: {taken[header]} has that header already")
+        return serving
+
+    @field_validator("models")
+    @classmethod
+    def _check_versions_observed(
+        cls, models: tuple[ModelSettings, ...], info: ValidationInfo
+    ) -> tuple[ModelSettings, ...]:
+        serving = info.data.get("serving")
+        if isinstance(serving, ServingSettings) and serving.observe == "off":
+            for place, model in enumerate(models):
+                if model.is_family:
+                    key = "match" if model.match else "warmup"
+                    raise setting_error(
+                        f"[{place}].{key} needs to see what is served, and serving.observe is off"
+                    )
+        return models
+
+
+PLACE = 4
+PATHS_IN_LISTS = (("models", "warmup"),)
+
+
+def get_models(settings: Settings) -> tuple[ModelSettings, ...]:
+    """Return the models that the settings name."""
+    return settings.get_section(Sections).models
+
+
+def is_observing_models(settings: Settings) -> bool:
+    """Return whether models are observed. If not, no server is asked, and no request waits for a model."""
+    observe = settings.get_section(ServingSettings).observe
+    return observe != "off" and (observe != "auto" or bool(get_models(settings)))
+
+
+def find_serving(settings: Settings) -> ServingSettings:
+    """Return the section `serving`. If it names no servers, use those of `signals.vllm`, with their token and
+    TLS settings.
+
+    They are not used if the gateway is asked for the models, if warm-ups go through the gateway and cannot
+    name a server, or if the path of a metrics page does not tell where the server takes requests.
+    """
+    vllm, serving = settings.signals.vllm, settings.get_section(ServingSettings)
+    is_by_gateway = serving.observe == "gateway" or (
+        serving.warmup.by == "gateway" and serving.subset_header == ""
+    )
+    # An empty URL stands for a server that is unknown. With one of them, the list would be incomplete.
+    lists = [_model_list_url(page) for page in vllm.urls]
+    if serving.urls or is_by_gateway or not lists or not all(lists):
+        return serving
+    updates = {
+        "urls": tuple(lists),
+        "token_file": serving.token_file or vllm.token_file,
+        "tls": vllm.tls if serving.tls == TlsSettings() else serving.tls,
+    }
+    return serving.model_copy(update=updates)
+
+
+def _model_list_url(page: SecretUrl) -> SecretUrl:
+    """Return the URL at which the server of a metrics page lists its models, or empty if it is unknown."""
+    parts = urlsplit(page.reveal())
+    path = parts.path.rstrip("/")
+    if parts.query or (path and not path.endswith(_METRICS_PATH)):
+        return SecretUrl("")
+    base = path.removesuffix(_METRICS_PATH).removesuffix(_TENSORRT_PREFIX)
+    return SecretUrl(urlunsplit((parts.scheme, parts.netloc, f"{base}{LIST_PATH}", "", "")))
