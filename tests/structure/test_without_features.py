@@ -16,10 +16,10 @@ from tests.paths import ROOT
 
 REMOVABLE = ("slices", "merging", "batch_files", "named_streams")
 NOT_REMOVABLE_YET = {
-    "sequences": "the queue's contract, its scripts and the parser of requests know turns",
-    "models": "the queue in memory has the model registry",
+    "sequences": "batch files need them, and the queue in memory of the tests has sequences",
+    "models": "the queue in memory of the tests has the model registry",
 }
-"""Reason why the program does not start without a feature."""
+"""Reason why the tests of the kernel do not pass without a feature."""
 QUICK_TESTS = ("tests/kernel/test_admission.py", "tests/queue/test_lua_scripts.py")
 KERNEL_TESTS = (
     "tests/kernel",
@@ -41,11 +41,6 @@ for module in pkgutil.walk_packages(dispatcher.__path__, "dispatcher."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 print(dispatcher.__path__[0], *dispatcher.features.FEATURES)
-"""
-START_WITHOUT = """
-import sys
-sys.modules["dispatcher.features." + sys.argv[1]] = None
-import dispatcher.service.service
 """
 together_and_alone = pytest.mark.parametrize(
     "removed", [*((each,) for each in REMOVABLE), REMOVABLE], ids=" and ".join
@@ -97,10 +92,10 @@ def test_every_feature_can_be_removed_or_has_a_reason() -> None:
 
 
 @pytest.mark.parametrize("feature", NOT_REMOVABLE_YET)
-def test_feature_with_a_reason_cannot_be_removed_yet(feature: str) -> None:
+def test_feature_with_a_reason_cannot_be_removed_yet(tmp_path: Path, feature: str) -> None:
     """If it can be removed, it belongs to REMOVABLE."""
     with pytest.raises(AssertionError, match=rf"ModuleNotFoundError.*dispatcher\.features\.{feature}"):
-        run_python(ROOT, "-c", START_WITHOUT, feature, timeout_s=60)
+        run_tests(copy_tree(tmp_path, (feature,)), QUICK_TESTS[0], timeout_s=100)
 
 
 @pytest.mark.timeout(400)
