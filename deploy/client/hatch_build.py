@@ -17,7 +17,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 ROOT = Path(__file__).parents[2]
 START = ("dispatcher.client", "dispatcher.batched.worker_program")
 """The client, and the program that its worker processes run, which only a text of code imports."""
-FEATURES = [path.parent.name for path in ROOT.glob("dispatcher/features/*/__init__.py")]
+FEATURES = ("batch_files", "named_streams", "sequences")
+"""Features that the client has methods for."""
 _MODULE_NAME = re.compile(r"dispatcher(\.\w+)+")
 
 
