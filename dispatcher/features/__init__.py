@@ -5,6 +5,8 @@ of the program needs of a feature is in modules or files with the same name in e
 `import_modules` and `find_files` find.
 """
 
+from collections.abc import Mapping
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +18,8 @@ FEATURES = tuple(name for name in ORDER if (_FOLDER / name / "__init__.py").is_f
 """Names of the features that this build has."""
 
 
-def import_modules(name: str) -> dict[str, ModuleType]:
+@cache
+def import_modules(name: str) -> Mapping[str, ModuleType]:
     """Import the module `name` of each feature that has one, and return them by feature, in their order."""
     return {
         feature: import_module(f"{__name__}.{feature}.{name}")
