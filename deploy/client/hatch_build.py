@@ -16,7 +16,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 ROOT = Path(__file__).parents[2]
 START = ("dispatcher.client", "dispatcher.batched.worker_program")
-"""The client, and the program that its worker processes run, which only a text of code imports."""
+"""The client, and the program of its worker processes. No module imports that program: it is named in the
+code that a new interpreter is given."""
 FEATURES = ("batch_files", "named_streams", "sequences")
 """Features that the client has methods for."""
 _MODULE_NAME = re.compile(r"dispatcher(\.\w+)+")

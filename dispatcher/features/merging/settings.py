@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -13,9 +13,6 @@ from dispatcher.features.merging.shapes import SHAPES, find_shape
 from dispatcher.requests.queue_timeouts import RuleTimeout, TimeoutAction
 from dispatcher.settings.section import Section
 from dispatcher.settings.values import AutoNumber, UrlPath, setting_error
-
-if TYPE_CHECKING:
-    pass
 
 ShapeName = Literal["embeddings", "tensorflow", "kserve", "rerank", "tei_rerank", "score", "embed", "predict"]
 

@@ -53,8 +53,9 @@ class ModelsCheck(FeatureCheck):
         if serving.subset_header and not any(model.warmup for model in models):
             what = "has no effect, because no model has a warm-up, so that every server may be used"
             yield Finding("warning", "serving.subset_header", what)
-        if is_observing_models(settings) and find_serving(settings).urls != serving.urls:
-            many = len(find_serving(settings).urls)
+        asked_urls = find_serving(settings).urls
+        if is_observing_models(settings) and asked_urls != serving.urls:
+            many = len(asked_urls)
             servers, verb = ("model server", "is") if many == 1 else ("model servers", "are")
             what = f"not set, so the {many} {servers} of signals.vllm.urls {verb} asked"
             yield Finding("ok", "serving.urls", what)

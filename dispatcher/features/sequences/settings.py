@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -12,9 +12,6 @@ from dispatcher.features.sequences.turns import OnError
 from dispatcher.requests.headers import AFFINITY_TOKEN, normalize_name
 from dispatcher.settings.section import Section
 from dispatcher.settings.values import ModelName, Text, check_own_header, setting_error
-
-if TYPE_CHECKING:
-    pass
 
 MAX_OVERRIDES = 20
 """Largest number of overrides. Each may cost the scripts of the queue one read."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -10,9 +10,6 @@ from dispatcher.features.slices.eligibility import COMPLETIONS_SUFFIX, SliceTerm
 from dispatcher.features.slices.size import DEFAULT_SIZE, MAX_OVERHEAD, SIZES
 from dispatcher.settings.section import Section
 from dispatcher.settings.values import AutoCount, UrlPath, setting_error
-
-if TYPE_CHECKING:
-    pass
 
 
 class SlicingSettings(Section):

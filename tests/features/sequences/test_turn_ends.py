@@ -1,4 +1,4 @@
-"""What each kind of end of a request leaves to its sequence."""
+"""The end of a turn (`TurnEnd`) that each kind of ended request leaves to its sequence."""
 
 from __future__ import annotations
 
