@@ -25,8 +25,8 @@ from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.events import divert_events
 from dispatcher.telemetry.metrics import Metrics
 from tests.cost_comparison import compare_costs
+from tests.features.memory_queue import MemoryQueue, MemoryStore
 from tests.function_calls import CallCounter
-from tests.memory_queue import MemoryQueue, MemoryStore
 from tests.support import wait_until
 
 REQUESTS = 2000

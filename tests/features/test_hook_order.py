@@ -13,8 +13,8 @@ from dispatcher.kernel.options import Options
 from dispatcher.kernel.queue_access import QueueAccess
 from dispatcher.requests.lease_validity import LeaseValidity
 from dispatcher.requests.outcomes.outcome import RetryPolicy
+from tests.features.memory_queue import MemoryQueue, MemoryStore
 from tests.kernel.scene import open_limiter
-from tests.memory_queue import MemoryQueue, MemoryStore
 
 
 def test_joined_hooks_have_every_kind_of_each_feature_in_order() -> None:

@@ -24,7 +24,7 @@ from dispatcher.service.loop_options import build_options
 from dispatcher.settings.model import Settings
 from dispatcher.telemetry.events import divert_events
 from dispatcher.telemetry.metrics import Metrics
-from tests.memory_queue import MemoryQueue, MemoryStore
+from tests.features.memory_queue import MemoryQueue, MemoryStore
 from tests.support import wait_until
 
 EPOCH = 1_764_000_000

@@ -22,8 +22,8 @@ from dispatcher.requests.outcomes.outcome import RetryPolicy
 from dispatcher.requests.request import Request
 from dispatcher.requests.result import ErrorCode
 from dispatcher.telemetry.metrics import Metrics
+from tests.features.memory_queue import MemoryQueue, MemoryStore
 from tests.kernel.scene import AnsweringGateway, lease, open_limiter, request
-from tests.memory_queue import MemoryQueue, MemoryStore
 from tests.queue.factories import member
 
 POLICY = RetryPolicy(max_deliveries=5)

@@ -37,8 +37,8 @@ from dispatcher.requests.outcomes.outcome import (
 from dispatcher.requests.request import Request
 from dispatcher.requests.result import ErrorCode
 from dispatcher.telemetry.metrics import Metrics
+from tests.features.memory_queue import MemoryQueue, MemoryStore
 from tests.kernel.scene import lease, open_limiter, request
-from tests.memory_queue import MemoryQueue, MemoryStore
 
 
 class SlowGateway:

@@ -10,9 +10,9 @@ from dispatcher.features.sequences.turn_checker import TurnChecker
 from dispatcher.kernel.parsed_requests import ParsedRequest, ParsedRequestCache
 from dispatcher.requests.outcomes.outcome import Delivered
 from dispatcher.requests.request import Request, encode_member, parse_member
+from tests.features.sequences.sequence_scene import SequenceGateway, build_turns, read_results, submit_turns
 from tests.kernel.call_recorder import CallRecorder
 from tests.kernel.scene import Scene, find_part, lease, run_in_scene
-from tests.kernel.sequence_scene import SequenceGateway, build_turns, read_results, submit_turns
 
 
 def test_next_turns_need_no_claim_and_no_turn_check() -> None:

@@ -18,8 +18,8 @@ from dispatcher.requests.request import Request
 from dispatcher.requests.result import decode_result
 from dispatcher.telemetry.events import Event, divert_events
 from dispatcher.telemetry.metrics import Metrics
+from tests.features.memory_queue import MemoryQueue, MemoryStore
 from tests.kernel.scene import HeaderGateway, open_limiter
-from tests.memory_queue import MemoryQueue, MemoryStore
 from tests.queue.factories import member
 
 

@@ -14,7 +14,7 @@ from dispatcher.requests.request import encode_member
 from dispatcher.requests.result import decode_result
 from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.metrics import Metrics
-from tests.memory_queue import MemoryQueue, MemoryStore
+from tests.features.memory_queue import MemoryQueue, MemoryStore
 from tests.queue.factories import InstantGateway
 
 

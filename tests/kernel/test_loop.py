@@ -24,8 +24,8 @@ from dispatcher.requests.request import Request, encode_member
 from dispatcher.requests.submission import QueueUnavailableError, Submission
 from dispatcher.telemetry.events import Event
 from dispatcher.telemetry.metrics import Metrics
+from tests.features.memory_queue import MemoryQueue, MemoryStore
 from tests.kernel.scene import AnsweringGateway, Scene, UnreachableGateway, open_limiter, run_in_scene
-from tests.memory_queue import MemoryQueue, MemoryStore
 from tests.queue.factories import member
 
 NO_ANSWER = QueueUnavailableError("Redis did not answer in time")

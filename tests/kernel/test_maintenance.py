@@ -48,9 +48,9 @@ from dispatcher.requests.submission import QueueUnavailableError
 from dispatcher.telemetry import catalogue as series
 from dispatcher.telemetry.events import Event, divert_events
 from dispatcher.telemetry.metrics import Metrics
+from tests.features.memory_queue import MemoryQueue, MemoryStore
 from tests.kernel.faults import Fault, inject
 from tests.kernel.scene import AnsweringGateway, open_limiter, request
-from tests.memory_queue import MemoryQueue, MemoryStore
 from tests.queue.factories import member
 
 START_S = 2.0

@@ -25,8 +25,8 @@ from dispatcher.requests.request import encode_member
 from dispatcher.requests.result import ErrorCode, decode_result
 from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.metrics import Metrics
+from tests.features.memory_queue import MemoryQueue, MemoryStore
 from tests.kernel.scene import AnsweringGateway, find_part, open_limiter
-from tests.memory_queue import MemoryQueue, MemoryStore
 
 CALL_S = 0.1
 """Duration of each call to the queue after a claim."""

@@ -16,9 +16,9 @@ from dispatcher.requests.request import encode_member
 from dispatcher.requests.result import ErrorCode
 from dispatcher.requests.score import compute_score
 from dispatcher.requests.submission import Submission
+from tests.features.memory_queue import MemoryQueue
+from tests.features.sequences.sequence_scene import read_results
 from tests.kernel.scene import Scene, UnreachableGateway, run_in_scene
-from tests.kernel.sequence_scene import read_results
-from tests.memory_queue import MemoryQueue
 from tests.queue.factories import claim
 
 PATH = "/v1/completions"

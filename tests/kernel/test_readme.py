@@ -12,8 +12,8 @@ from dispatcher.requests.outcomes.outcome import RetryPolicy
 from dispatcher.requests.request import encode_member
 from dispatcher.requests.result import decode_result
 from dispatcher.telemetry.metrics import Metrics
+from tests.features.memory_queue import MemoryQueue, MemoryStore
 from tests.kernel.scene import HeaderGateway, open_limiter
-from tests.memory_queue import MemoryQueue, MemoryStore
 from tests.paths import PACKAGE
 from tests.structure.symbols import find_symbols
 

@@ -18,7 +18,7 @@ from dispatcher.requests.outcomes.outcome import Delivered, RetryPolicy, Unsent
 from dispatcher.requests.request import Request, encode_member
 from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.metrics import Metrics
-from tests.memory_queue import MemoryQueue, MemoryStore
+from tests.features.memory_queue import MemoryQueue, MemoryStore
 
 
 class UnusedGateway:

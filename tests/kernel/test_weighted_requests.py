@@ -22,7 +22,7 @@ from dispatcher.requests.request import Request, encode_member
 from dispatcher.requests.result import decode_result
 from dispatcher.requests.submission import QueueUnavailableError, Submission
 from dispatcher.telemetry.metrics import Metrics
-from tests.memory_queue import MemoryQueue, MemoryStore
+from tests.features.memory_queue import MemoryQueue, MemoryStore
 
 CAPACITY = 40
 MAX_UNITS = 38

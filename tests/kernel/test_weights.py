@@ -21,8 +21,8 @@ from dispatcher.queue.contract import Lease, LeaseUnitsResult, Permit
 from dispatcher.requests.lease_validity import LeaseValidity
 from dispatcher.requests.outcomes.outcome import RetryPolicy
 from dispatcher.telemetry.metrics import Metrics
+from tests.features.memory_queue import MemoryQueue, MemoryStore
 from tests.kernel.scene import AnsweringGateway, open_limiter, request
-from tests.memory_queue import MemoryQueue, MemoryStore
 from tests.queue.factories import member
 
 

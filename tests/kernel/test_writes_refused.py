@@ -10,8 +10,8 @@ import pytest
 from dispatcher.limit.budget import Reason
 from dispatcher.requests.submission import CallRefusedError, QueueUnavailableError
 from dispatcher.telemetry.events import Event
+from tests.features.memory_queue import MemoryQueue
 from tests.kernel.scene import AnsweringGateway, Scene, run_in_scene
-from tests.memory_queue import MemoryQueue
 
 WRITE_METHODS = (
     "claim",

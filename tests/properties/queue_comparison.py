@@ -38,7 +38,7 @@ from dispatcher.queue.contract import (
 )
 from dispatcher.queue.keys import QueueNames
 from dispatcher.requests.lanes import Lane
-from tests.memory_queue import MemoryQueue, MemoryStore
+from tests.features.memory_queue import MemoryQueue, MemoryStore
 from tests.properties import queue_oracle
 from tests.queue.factories import OwnerAndAdmin, parse_entry_id, parse_lease_units
 from tests.queue.key_checks import assert_only_known_keys

@@ -35,8 +35,8 @@ from dispatcher.telemetry.events import add_sink
 from dispatcher.telemetry.metrics import Metrics
 from dispatcher.telemetry.otlp import SpanSender
 from dispatcher.telemetry.tracing import EndedSpan, Tracing
+from tests.features.memory_queue import MemoryQueue, MemoryStore
 from tests.gateway.scripted_server import Connection, Script, Server, options, serving
-from tests.memory_queue import MemoryQueue, MemoryStore
 from tests.queue.servers import server
 from tests.support import wait_until
 from tests.telemetry.trace_collector import QUEUE, create_memory_exporter, run_sender

@@ -31,9 +31,9 @@ from dispatcher.requests.score import compute_score
 from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.events import Event, divert_events
 from dispatcher.telemetry.metrics import Metrics
+from tests.features.memory_queue import MemoryQueue, MemoryStore
 from tests.features.merging.embedding_gateway import EmbeddingGateway, build_answer
 from tests.kernel.scene import find_part, lease, request
-from tests.memory_queue import MemoryQueue, MemoryStore
 
 PATH = "/v1/embeddings"
 RULE = BatchRule((PATH,), SHAPES["embeddings"], MergeMode.ON, GroupingRule(32, max_delay_s=0.02))

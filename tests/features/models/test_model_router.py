@@ -34,7 +34,12 @@ from dispatcher.requests.queue_counts import QueueCounts
 from dispatcher.requests.request import Request, encode_member
 from dispatcher.requests.submission import QueueUnavailableError, Submission
 from dispatcher.telemetry.events import Event
-from tests.kernel.model_scene import MODEL_NOT_FOUND_BODY, change_models, read_results, update_listings
+from tests.features.models.model_scene import (
+    MODEL_NOT_FOUND_BODY,
+    change_models,
+    read_results,
+    update_listings,
+)
 from tests.kernel.scene import AnsweringGateway, Scene, find_part, run_in_scene
 from tests.service.limiter_status import create_context
 

@@ -38,7 +38,7 @@ from dispatcher.requests.outcomes.outcome import Delivered, RetryPolicy
 from dispatcher.requests.request import Request
 from dispatcher.requests.submission import QueueUnavailableError
 from dispatcher.settings.model import Settings
-from tests.kernel.model_scene import (
+from tests.features.models.model_scene import (
     EXCHANGE_INTERVAL_S,
     MODEL_NOT_FOUND_BODY,
     change_models,

@@ -25,8 +25,8 @@ from dispatcher.requests.headers import AFFINITY_TOKEN
 from dispatcher.requests.outcomes.outcome import Delivered, Failed, Outcome, RetryPolicy
 from dispatcher.requests.request import Request
 from dispatcher.requests.submission import QueueUnavailableError
+from tests.features.sequences.sequence_scene import SequenceGateway, build_turns, read_results, submit_turns
 from tests.kernel.scene import Scene, find_part, run_in_scene
-from tests.kernel.sequence_scene import SequenceGateway, build_turns, read_results, submit_turns
 
 RETRY = RetryPolicy(base_s=0.1, max_s=1.0, max_attempts=3)
 

@@ -9,7 +9,7 @@ import pytest
 from dispatcher.features.models.registry import PinRequest
 from dispatcher.queue.contract import Overload, Permit, Release, Settlement
 from dispatcher.requests.submission import QueueUnavailableError
-from tests.memory_queue import MemoryQueue, MemoryStore
+from tests.features.memory_queue import MemoryQueue, MemoryStore
 
 
 class Clock:

@@ -23,11 +23,11 @@ from dispatcher.queue.contract import Extra, Lease, UnleasedRequest
 from dispatcher.queue.lua_files import FEATURE_CONSTANTS as LIMITS
 from dispatcher.requests.lanes import Lane
 from dispatcher.requests.request import Request, parse_member
-from tests.memory_queue import admin_steps
-from tests.memory_queue.sequence_runs import CancelMark, SequenceRecord
+from tests.features.memory_queue import admin_steps
+from tests.features.memory_queue.sequence_runs import CancelMark, SequenceRecord
 
 if TYPE_CHECKING:
-    from tests.memory_queue import FeatureQueueState
+    from tests.features.memory_queue import FeatureQueueState
 
 
 def claim_turns(

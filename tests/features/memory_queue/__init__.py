@@ -26,9 +26,9 @@ from dispatcher.queue.contract import Lease, Release, Settlement
 from dispatcher.requests.lanes import Lane, shorten_model_name
 from dispatcher.requests.queue_counts import QueueCounts
 from dispatcher.requests.submission import Submission
-from tests.memory_queue import admin_steps, sequences
-from tests.memory_queue.model_registry import MemoryModelRegistry
-from tests.memory_queue.sequence_rules import SequenceTable
+from tests.features.memory_queue import admin_steps, sequences
+from tests.features.memory_queue.model_registry import MemoryModelRegistry
+from tests.features.memory_queue.sequence_rules import SequenceTable
 
 T = TypeVar("T")
 

@@ -23,8 +23,8 @@ from dispatcher.features.sequences.turns import (
     SequenceStatus,
     Turn,
 )
-from tests.memory_queue.sequence_rules import SequenceTable
-from tests.memory_queue.sequence_runs import CancelMark
+from tests.features.memory_queue.sequence_rules import SequenceTable
+from tests.features.memory_queue.sequence_runs import CancelMark
 
 TERMS = SequenceTerms(max_idle_s=100, max_age_s=1000, max_waiting=5, gap_s=60)
 UNMARKED = CancelMark(cancelled_at=0, expires_at=0)
