@@ -16,6 +16,7 @@ import pytest
 
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal, Options
+from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.limit.budget import Policy, Reading, Signal
 from dispatcher.limit.limiter import Limiter
 from dispatcher.limit.utilization import UtilizationMeter
@@ -25,8 +26,8 @@ from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.events import divert_events
 from dispatcher.telemetry.metrics import Metrics
 from tests.cost_comparison import compare_costs
-from tests.features.memory_queue import MemoryQueue, MemoryStore
 from tests.function_calls import CallCounter
+from tests.memory_queue import MemoryStore
 from tests.support import wait_until
 
 REQUESTS = 2000

@@ -24,8 +24,8 @@ from dispatcher.queue.contract import ClaimResult, LeaseCounts, Overload, Permit
 from dispatcher.requests.lease_validity import LeaseValidity
 from dispatcher.requests.submission import CallRefusedError, QueueUnavailableError
 from dispatcher.telemetry.events import Event, divert_events
-from tests.features.memory_queue import MemoryStore
 from tests.kernel.scene import QueueWithUnreadableMarkers, lease, open_limiter, request
+from tests.memory_queue import MemoryStore
 
 PERMIT = Permit(limit=32, read_at=100.0, lost_units=0, retry_after_max_s=60.0)
 OUTAGE = QueueUnavailableError("Redis refuses connections")

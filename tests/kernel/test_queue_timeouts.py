@@ -7,6 +7,7 @@ from typing import Any
 
 from dispatcher.kernel import Options
 from dispatcher.kernel.options import index_options
+from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.limit.budget import Reason
 from dispatcher.queue.contract import Release
 from dispatcher.requests.outcomes.outcome import RetryPolicy
@@ -15,9 +16,7 @@ from dispatcher.requests.request import encode_member
 from dispatcher.requests.result import ErrorCode
 from dispatcher.requests.score import compute_score
 from dispatcher.requests.submission import Submission
-from tests.features.memory_queue import MemoryQueue
-from tests.features.sequences.sequence_scene import read_results
-from tests.kernel.scene import Scene, UnreachableGateway, run_in_scene
+from tests.kernel.scene import Scene, UnreachableGateway, read_results, run_in_scene
 from tests.queue.factories import claim
 
 PATH = "/v1/completions"

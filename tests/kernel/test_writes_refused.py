@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.limit.budget import Reason
 from dispatcher.requests.submission import CallRefusedError, QueueUnavailableError
 from dispatcher.telemetry.events import Event
-from tests.features.memory_queue import MemoryQueue
 from tests.kernel.scene import AnsweringGateway, Scene, run_in_scene
 
 WRITE_METHODS = (

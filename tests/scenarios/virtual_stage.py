@@ -34,7 +34,7 @@ from dispatcher.requests.submission import Submission
 from dispatcher.requests.units import compute_units
 from dispatcher.telemetry.events import Event, divert_events
 from dispatcher.telemetry.metrics import Metrics as Counters
-from tests.features.memory_queue import MemoryStore
+from tests.memory_queue import MemoryStore
 
 TOKEN = "0" * 32
 

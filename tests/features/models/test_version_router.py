@@ -43,11 +43,11 @@ from tests.features.models.model_scene import (
     MODEL_NOT_FOUND_BODY,
     change_models,
     list_version_states,
-    read_results,
     submit_requests,
     update_listings,
 )
-from tests.kernel.scene import AnsweringGateway, Scene, find_part, request, run_in_scene
+from tests.features.scene import Scene, run_in_scene
+from tests.kernel.scene import AnsweringGateway, find_part, read_results, request
 from tests.service.limiter_status import build_context_status
 
 

@@ -53,7 +53,8 @@ from tests.features.models.model_scene import (
     submit_requests,
     update_listings,
 )
-from tests.kernel.scene import AnsweringGateway, Scene, find_part, open_limiter, run_in_scene
+from tests.features.scene import Scene, run_in_scene
+from tests.kernel.scene import AnsweringGateway, find_part, open_limiter
 
 T = TypeVar("T")
 CHAT = "/v1/chat/completions"

@@ -27,8 +27,9 @@ from dispatcher.requests.queue_timeouts import RuleTimeout, TimeoutAction, Timeo
 from dispatcher.requests.request import Request, encode_member
 from dispatcher.requests.result import ErrorCode
 from dispatcher.requests.submission import QueueUnavailableError
-from tests.features.sequences.sequence_scene import SequenceGateway, build_turns, read_results, submit_turns
-from tests.kernel.scene import Scene, find_part, run_in_scene
+from tests.features.scene import Scene, run_in_scene
+from tests.features.sequences.sequence_scene import SequenceGateway, build_turns, submit_turns
+from tests.kernel.scene import find_part, read_results
 
 RETRY = RetryPolicy(base_s=0.1, max_s=1.0, max_attempts=3)
 

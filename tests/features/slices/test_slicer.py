@@ -34,6 +34,7 @@ from dispatcher.requests.submission import Submission
 from dispatcher.telemetry import catalogue as series
 from tests.features.memory_queue import MemoryQueue
 from tests.features.models.model_scene import change_models, update_listings
+from tests.features.scene import Scene, run_in_scene
 from tests.features.slices.generation_gateway import GenerationGateway, generate_whole
 from tests.features.slices.slice_scene import (
     CHAT,
@@ -49,7 +50,6 @@ from tests.features.slices.slice_scene import (
     wait_for_calls,
     wait_for_results,
 )
-from tests.kernel.scene import Scene, run_in_scene
 from tests.queue.factories import claim
 
 

@@ -6,9 +6,10 @@ import time
 
 import pytest
 
+from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.queue.contract import Overload, Permit, Release, Settlement
 from dispatcher.requests.submission import QueueUnavailableError
-from tests.features.memory_queue import MemoryQueue, MemoryStore
+from tests.memory_queue import MemoryStore
 
 
 class Clock:
