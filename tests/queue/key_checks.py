@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from dispatcher.queue.keys import QueueNames
-from dispatcher.queue.lua_files import OTHER_KEYS
 
 
 async def assert_only_known_keys(client: Any, names: QueueNames, *lists: str) -> None:
     """Fail on a key that is neither a key of the queue, nor one of these result lists, nor expiring."""
     by_operators = [key for key in names.feature_pool_keys if key.endswith((":labels", ":drains"))]
-    of_features = [f"{names.queue_prefix}:{name}" for name in OTHER_KEYS if not name.endswith(":")]
     known = {
-        key.encode() for key in (*names.script_keys, *by_operators, *of_features, names.result_list, *lists)
+        key.encode()
+        for key in (*names.script_keys, *by_operators, *names.text_keys, names.result_list, *lists)
     }
     found = [key async for key in client.scan_iter(count=1000)]
     unknown_keys = [key for key in found if key not in known and await client.pttl(key) == -1]
