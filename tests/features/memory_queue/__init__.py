@@ -101,9 +101,6 @@ class MemoryStore(PlainStore):
         self.pool.check_available()
         return self.queue
 
-    async def count_waiting_by_model(self) -> Mapping[str, int]:
-        return self._get_queue().count_waiting_by_model()
-
     async def get_sequence(self, sequence_id: str) -> SequenceSnapshot | None:
         return sequences.get_sequence(self._get_queue(), sequence_id)
 
