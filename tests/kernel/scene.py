@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar
 
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal, Options
+from dispatcher.kernel.loop import build_feature_hooks
 from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.limit.budget import Policy, Reading, Signal
@@ -137,6 +138,7 @@ class Scene:
 
     store_type: type[MemoryStore] = MemoryStore
     queue_type: type[QueueWithUnreadableMarkers] = QueueWithUnreadableMarkers
+    build_hooks = staticmethod(build_feature_hooks)
 
     def __init__(
         self,
@@ -154,6 +156,7 @@ class Scene:
             self.limiter,
             options or Options(RetryPolicy()),
             Journal(self.metrics),
+            build_hooks=self.build_hooks,
         )
         self.task = asyncio.create_task(self.dispatcher.run())
 
