@@ -7,7 +7,6 @@ import asyncio
 import pytest
 
 from dispatcher.features.sequences.turn_checker import TurnChecker
-from dispatcher.requests.outcomes.outcome import Delivered
 from dispatcher.requests.request import Request, encode_member, parse_member
 from tests.features.scene import Scene, run_in_scene
 from tests.features.sequences.sequence_scene import SequenceGateway, build_turns, submit_turns
@@ -100,23 +99,5 @@ def test_request_with_a_lower_score_is_sent_before_the_next_turn() -> None:
         assert sum(calls.leases_per_settle) == 0, "the other request comes before all next turns"
         await asyncio.sleep(2)
         assert len(gateway.sent) == 19
-
-    run_in_scene(check, gateway)
-
-
-def test_next_turn_is_not_claimed_while_the_gate_is_closed() -> None:
-    """An operator has paused the pool: the running request finishes, and the next ones wait."""
-    gateway = SequenceGateway(lambda _: Delivered(200, b"{}"))
-
-    async def check(scene: Scene) -> None:
-        await submit_turns(scene, build_turns("a", 3))
-        await asyncio.sleep(0.05)
-        await scene.store.pause("me", "why")
-        await asyncio.sleep(3)
-        assert gateway.sent == ["a-0"]
-        assert (await scene.queue.count_requests()).leased == 0
-        await scene.store.resume()
-        await asyncio.sleep(3)
-        assert gateway.sent == ["a-0", "a-1", "a-2"]
 
     run_in_scene(check, gateway)
