@@ -43,9 +43,10 @@ from tests.features.fault_scene import (
     submit_all_kinds,
     wait_for_results,
 )
+from tests.features.memory_queue import MemoryQueue as QueueWithFeatures
+from tests.features.scene import Scene, run_in_scene
 from tests.kernel.faults import Fault, InjectedError, list_methods
-from tests.kernel.scene import AnsweringGateway, Scene, run_in_scene
-from tests.memory_queue import MemoryQueue as QueueWithFeatures
+from tests.kernel.scene import AnsweringGateway
 
 # An exception between two lookups leaves the call of the first one behind.
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")

@@ -7,13 +7,14 @@ import re
 from typing import Any
 
 from dispatcher.kernel import Dispatcher, Journal, Options
+from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.requests.outcomes.outcome import RetryPolicy
 from dispatcher.requests.request import encode_member
 from dispatcher.requests.result import decode_result
 from dispatcher.telemetry.metrics import Metrics
 from tests.kernel.scene import HeaderGateway, open_limiter
-from tests.memory_queue import MemoryQueue, MemoryStore
+from tests.memory_queue import MemoryStore
 from tests.paths import PACKAGE
 from tests.structure.symbols import find_symbols
 

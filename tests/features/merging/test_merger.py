@@ -21,6 +21,7 @@ from dispatcher.kernel import Dispatcher, Journal, Options
 from dispatcher.kernel.context import KernelContext
 from dispatcher.kernel.in_flight import InFlightLease
 from dispatcher.kernel.options import index_options
+from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.limit.budget import Policy, Reading, Signal
 from dispatcher.limit.limiter import Limiter
@@ -33,7 +34,7 @@ from dispatcher.telemetry.events import Event, divert_events
 from dispatcher.telemetry.metrics import Metrics
 from tests.features.merging.embedding_gateway import EmbeddingGateway, build_answer
 from tests.kernel.scene import find_part, lease, request
-from tests.memory_queue import MemoryQueue, MemoryStore
+from tests.memory_queue import MemoryStore
 
 PATH = "/v1/embeddings"
 RULE = BatchRule((PATH,), SHAPES["embeddings"], MergeMode.ON, GroupingRule(32, max_delay_s=0.02))
