@@ -11,7 +11,8 @@ many run.
 Ceiling. Requests that wait while others run show the capacity itself: it is the number that runs. The
 estimate falls to it. Requests that wait in a model server do not count as running, and an earlier, larger
 number does not keep the estimate up. A few requests may wait for one endpoint while another is free, so a
-known capacity is doubted only from BACKLOG_SHARE on.
+known capacity is doubted only from BACKLOG_SHARE on. Observations that show no such backlog are skipped, up to
+MAX_CLEAN_OBSERVATIONS of them in a row.
 
 Probe. A ceiling can be wrong or outdated. After a hold time without waiting requests, the estimate exceeds it
 by PROBE_STEP. If more requests then run and none waits, the next probe exceeds the ceiling by twice as much,
@@ -100,6 +101,9 @@ CEILING_READINGS = 3
 
 MAX_BACKLOG_READINGS = 30
 """Maximum number of readings with a backlog that are kept."""
+MAX_CLEAN_OBSERVATIONS = 2
+"""Number of observations without a backlog through which the backlogs before them are kept. Slices that are
+revoked for waiting realtime requests make a backlog disappear until the limit has opened again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +188,9 @@ class CapacityEstimate:
     _recent_running: deque[tuple[float, float]] = field(default_factory=deque)
     """Times and numbers of requests that ran recently while none waited."""
     _backlogs: list[tuple[float, float]] = field(default_factory=list)
-    """Running requests, and waiting requests as a share of them, for each reading in a row with a backlog."""
+    """Running requests, and waiting requests as a share of them, for each recent reading with a backlog."""
+    _clean_observations: int = 0
+    """Number of observations in a row without a backlog."""
     _newest_flush: tuple[float, PoolCounts] | None = None
     """Time at which the averages of the newest flush were seen first, and the averages."""
     _realtime_requests: float | None = None
@@ -346,8 +352,11 @@ class CapacityEstimate:
         waiting_share = count.waiting / count.running if count.running > 0 else 0.0
         is_evidence = count.is_steady and not count.is_uneven
         if count.waiting < 2 * MIN_WAITING or waiting_share < least or not is_evidence:
-            self._backlogs.clear()
+            self._clean_observations += 1
+            if self._clean_observations > MAX_CLEAN_OBSERVATIONS:
+                self._backlogs.clear()
             return False
+        self._clean_observations = 0
         self._no_waiting_since = snapshot.sampled_at
         self._backlogs = [
             *self._backlogs[1 - MAX_BACKLOG_READINGS :],

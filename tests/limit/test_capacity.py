@@ -117,11 +117,22 @@ def test_several_readings_with_waiting_requests_show_the_capacity() -> None:
     assert estimates == [None, None, None, pytest.approx(50)]
 
 
-def test_single_reading_with_many_waiting_requests_shows_no_capacity() -> None:
+@pytest.mark.parametrize(("clean_readings", "learned"), [(0, 20), (1, 20), (2, 20), (3, None), (10, None)])
+def test_two_readings_with_many_waiting_requests_show_the_capacity_if_few_lie_between(
+    clean_readings: int, learned: int | None
+) -> None:
+    """Slices that are revoked for waiting requests make these disappear until the limit has opened again."""
     pool = Pool()
     assert pool.record_reading(20, 500) is None
-    assert pool.record_reading(20, 0) is None
-    assert pool.record_reading(20, 500) is None
+    for _ in range(clean_readings):
+        assert pool.record_reading(20, 0) is None
+    assert pool.record_reading(20, 500) == learned
+
+
+def test_readings_without_waiting_requests_are_counted_anew_after_each_with_some() -> None:
+    pool = Pool()
+    learned = [pool.record_reading(50, waiting) for waiting in (5, 0, 0, 5, 0, 0, 5, 0, 0, 5)]
+    assert learned == [None] * 9 + [pytest.approx(50)]
 
 
 @pytest.mark.parametrize(("running", "waiting"), [(3, 0.9), (50, 4), (60, 5)])
@@ -571,7 +582,8 @@ def test_one_flush_with_waiting_requests_shows_no_capacity() -> None:
     pool.record_reading(None, realtime=0, average_counts=(50, 0))
     grown = pool.estimate
     assert pool.record_reading(None, realtime=0, average_counts=(30, 5)) == grown
-    assert pool.record_reading(None, realtime=0, average_counts=(48, 0)) == grown
+    for running in (48, 47, 48):
+        assert pool.record_reading(None, realtime=0, average_counts=(running, 0)) == grown
     assert pool.record_reading(None, realtime=0, average_counts=(30, 5)) == grown
 
 

@@ -163,6 +163,22 @@ def test_revoked_slices_keep_their_tokens_and_make_room_at_once() -> None:
     assert revoked.tokens == 1000 * revoked.answered
 
 
+@pytest.mark.parametrize("slots", [80, 128, 256])
+def test_revocation_does_not_hide_that_the_configured_capacity_is_too_large(slots: int) -> None:
+    trace = made_up_traffic.make_step_trace([(at, 20 + at // 5 % 2 * 6) for at in range(0, 120, 5)], slots=64)
+    scenario = Scenario(
+        slots=slots,
+        true_slots=64,
+        batch=BatchProfile(2000.0),
+        slice_tokens=250,
+        revokes_slices=True,
+        seconds=120.0,
+    )
+    run = run_scenario(scenario, trace, PolicyName.DISPATCHER, sample_interval_s=1.0)
+    capacities = [sample.capacity for sample in run.samples[60:]]
+    assert capacities == [pytest.approx(64, rel=0.1)] * len(capacities)
+
+
 # ── what slices bring ────────────────────────────────────────────────────────────────────────────────────
 
 
