@@ -11,8 +11,8 @@ many run.
 Ceiling. Requests that wait while others run show the capacity itself: it is the number that runs. The
 estimate falls to it. Requests that wait in a model server do not count as running, and an earlier, larger
 number does not keep the estimate up. A few requests may wait for one endpoint while another is free, so a
-known capacity is doubted only from BACKLOG_SHARE on. Observations that show no such backlog are skipped, up to
-MAX_CLEAN_OBSERVATIONS of them in a row.
+known capacity is doubted only from BACKLOG_SHARE on. Observations that show no such backlog are skipped, up
+to MAX_CLEAN_OBSERVATIONS of them in a row.
 
 Probe. A ceiling can be wrong or outdated. After a hold time without waiting requests, the estimate exceeds it
 by PROBE_STEP. If more requests then run and none waits, the next probe exceeds the ceiling by twice as much,
