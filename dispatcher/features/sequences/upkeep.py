@@ -104,7 +104,7 @@ class SequenceUpkeep:
                     )
                     or 0
                 )
-                self._context.journal.record_remaining(code, answered_count)
+                self._context.journal.record_unsent(code, answered_count)
                 ended_count += answered_count
             if not ended_count:
                 return
