@@ -144,7 +144,7 @@ class RequestMerger(LeasePart):
                 part.merge_key,
                 headers,
                 tenant,
-                request.version,
+                request.chosen_model,
                 request.endpoints,
                 # A call goes to one server. Sequences without a server get a call of their own, so that the
                 # endpoint picker can balance them.

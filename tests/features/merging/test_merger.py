@@ -439,12 +439,12 @@ def test_requests_for_different_versions_or_endpoints_are_not_merged() -> None:
         entry = InFlightLease(lease(entry_id))
         payload = b'{"model": "m", "input": "a text"}'
         merger.register_request(
-            entry, request(entry_id, payload=payload, version=version, endpoints=endpoints)
+            entry, request(entry_id, payload=payload, chosen_model=version, endpoints=endpoints)
         )
         merger.add_to_group(entry, 0.0, 600.0)
     ready, _ = merger.groups.take_ready(1.0, is_complete=True, is_lease_valid=lambda _: True)
     attempts = [merger.prepare_first_attempt(members, max_items) for members, max_items in ready]
-    sent_calls = [(each.request.version, each.request.endpoints, len(each.leases)) for each in attempts]
+    sent_calls = [(each.request.chosen_model, each.request.endpoints, len(each.leases)) for each in attempts]
     assert sorted(sent_calls) == [(version, endpoints, 2) for version, endpoints in destinations]
 
 
