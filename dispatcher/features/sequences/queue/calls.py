@@ -167,15 +167,3 @@ class SequenceAdminCalls:
         """Return the secret that all programs with our client share for their sequences. Create it if there
         is none."""
         return await secret.get_or_create_secret(self._backend.scripts, self._admin.names)
-
-    async def copy_sequence_secret(self, other: RedisQueueAdmin) -> None:
-        """Copy the secret of sequences from another queue, unless this one has a secret.
-
-        Programs with our client can then go on with the sequences of requests that were copied from there.
-        """
-        there, here = other.backend.scripts, self._backend.scripts
-        key = secret.get_secret_key(other.names)
-        value = await there.call_with_retries(lambda: there.client.get(key))
-        if value:
-            own_key = secret.get_secret_key(self._admin.names)
-            await here.call_with_retries(lambda: here.client.set(own_key, value, nx=True))
