@@ -158,8 +158,6 @@ class Dispatcher:
             *self.context.hooks.reconfigure,
         ):
             apply_options()
-        lease_validity = self._access.lease_validity
-        lease_validity.lease_s, lease_validity.owner_timeout_s = options.lease_s, options.owner_timeout_s
 
     def wake_up(self) -> None:
         """Start a round, because something has changed that the allowance depends on."""

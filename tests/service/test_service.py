@@ -118,12 +118,11 @@ def test_changed_settings_reach_each_part() -> None:
         unstarted.handle_poll()
         assert await unstarted.read_limit() == 28
         text = CONFIG.replace("0.05", "0.25").replace("pool.example", "other.example")
-        more = "retry: {max_attempts: 2}\nqueue: {lease_s: 60}\nserving: {subset_header: x-subset}\n"
+        more = "retry: {max_attempts: 2}\nserving: {subset_header: x-subset}\n"
         changed = parse(text + more)
         service.apply_settings(changed, text)
         assert await unstarted.read_limit() == 16, "the change applies to the current reading"
         assert service.dispatcher.context.options.retry.max_attempts == 2
-        assert service.dispatcher.context.options.lease_s == 60
         assert unstarted.gateway.options == [changed.gateway]
         assert unstarted.gateway.subset_header == "x-subset"
         assert service.config_generation == 2
