@@ -246,7 +246,7 @@ class Dispatcher:
         if self.running_count and len(pending) < FLUSH_NOW_COUNT and not self._stop_event.is_set():
             # Requests of a pool often finish together; one call for all is cheaper than one each.
             await asyncio.sleep(FLUSH_DELAY_S)
-        claimed = await self._flusher.flush_all(self._claimer.permit_claim_by_flush)
+        claimed = await self._flusher.flush_all(self._claimer.begin_claim_by_flush)
         if claimed is not None:
             await self._claimer.start_claimed_by_flush(claimed)
 
