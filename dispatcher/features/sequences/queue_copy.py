@@ -1,4 +1,4 @@
-"""What `batch-dispatcher queue copy` copies beside the requests."""
+"""State of sequences that `batch-dispatcher queue copy` copies beside the requests."""
 
 from __future__ import annotations
 
