@@ -20,7 +20,6 @@ from dispatcher.cli.connection import (
 )
 from dispatcher.cli.find_requests import iterate_pages
 from dispatcher.cli.terminal import exit_error, print_error, print_json, print_lines
-from dispatcher.features import import_modules
 from dispatcher.queue.embedded import running_url
 from dispatcher.requests.found_request import QUEUED_LOCATIONS, RequestLocation
 
@@ -129,8 +128,8 @@ async def copy_requests(
             )
         if not live and await source.read_pause() is None:
             return None
-        for module in import_modules("queue_copy").values():
-            await module.copy_state(source, destination)
+        # First, so that clients can go on at the other Redis with what they began.
+        await destination.copy_texts(source)
         for state in _STATES:
             list_page = partial(source.list_requests, state, _PAGE_SIZE, full_members=True)
             async for page in iterate_pages(list_page):

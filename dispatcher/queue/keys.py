@@ -170,6 +170,11 @@ class QueueNames:
         return tuple(f"{self.pool_prefix}:{suffix}" for suffix, _ in LUA_FEATURES[feature].pool_keys.values())
 
     @property
+    def text_keys(self) -> tuple[str, ...]:
+        """Lasting keys in which features keep a text of the queue."""
+        return tuple(f"{self.queue_prefix}:{name}" for name in OTHER_KEYS if not name.endswith(":"))
+
+    @property
     def control_key(self) -> str:
         """Key of the state that the dispatchers of the pool share, and of the times at which each queue was
         last swept."""

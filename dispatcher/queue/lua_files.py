@@ -19,7 +19,7 @@ letter of a lane, and `closed` if no claim takes requests from it. `Control` is 
 set while the queue may have data of the feature. Scripts read it, so that a queue without such data needs no
 further command. `Constants` are numbers that the files of the feature have by their names, and its Python
 code by `LuaFeature.constants`. `Other keys` are suffixes of keys that the feature names by itself; one
-with an id expires.
+with an id expires, and one without holds a text that is copied with the queue.
 """
 
 from __future__ import annotations

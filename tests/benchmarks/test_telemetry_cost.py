@@ -16,6 +16,7 @@ import pytest
 
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal, Options
+from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.limit.budget import Policy, Reading, Signal
 from dispatcher.limit.limiter import Limiter
 from dispatcher.limit.utilization import UtilizationMeter
@@ -26,7 +27,7 @@ from dispatcher.telemetry.events import divert_events
 from dispatcher.telemetry.metrics import Metrics
 from tests.cost_comparison import compare_costs
 from tests.function_calls import CallCounter
-from tests.memory_queue import MemoryQueue, MemoryStore
+from tests.memory_queue import MemoryStore
 from tests.support import wait_until
 
 REQUESTS = 2000

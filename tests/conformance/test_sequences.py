@@ -495,6 +495,16 @@ async def test_sequence_with_a_running_or_waiting_request_is_not_idle(world: Wor
     assert (await get_snapshot(world)).status is SequenceStatus.OPEN
 
 
+async def test_sequence_that_waits_in_a_gap_is_not_idle_but_ages(world: World) -> None:
+    queue, terms = world.owner(), replace(TERMS, gap_s=100_000)
+    await submit_turns(world, "r", 0, 2)
+    await finish_request(queue, await claim_next_turn(queue, terms))
+    for aged_s, decisions in ((4990, {}), (20, {"r-1": TurnGranted(2, "", b"", True)})):
+        await world.age_sequences(aged_s)
+        await queue.sweep()
+        assert (await claim_and_take_turns(queue, terms))[1] == decisions
+
+
 async def test_old_sequence_ends_with_its_running_request(world: World) -> None:
     queue = world.owner()
     await submit_turns(world, "r", 0, 1, 2)

@@ -26,7 +26,7 @@ from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.owner import QueueOptions, RedisQueue
 from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 from dispatcher.requests.lanes import Lane
-from tests.memory_queue import MemoryQueue, MemoryStore
+from tests.features.memory_queue import MemoryQueue, MemoryStore
 from tests.queue.factories import parse_entry_id
 from tests.queue.key_checks import assert_only_known_keys
 from tests.queue.redis_users import grant, url_of

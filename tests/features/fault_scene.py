@@ -30,10 +30,11 @@ from dispatcher.requests.result import PoppedResult, decode_result
 from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.events import Event
 from tests.features.merging.embedding_gateway import EmbeddingGateway
+from tests.features.models.model_scene import update_listings
+from tests.features.scene import Scene, run_in_scene
 from tests.features.slices.generation_gateway import GenerationGateway
 from tests.kernel.faults import Fault, count_completions, inject
-from tests.kernel.model_scene import update_listings
-from tests.kernel.scene import AnsweringGateway, Scene, find_part, run_in_scene
+from tests.kernel.scene import AnsweringGateway, find_part
 
 EMBEDDINGS, CHAT = "/v1/embeddings", "/v1/chat/completions"
 MAX_ATTEMPTS = 5

@@ -43,10 +43,11 @@ from tests.features.fault_scene import (
     submit_all_kinds,
     wait_for_results,
 )
+from tests.features.memory_queue import MemoryQueue as QueueWithFeatures
+from tests.features.scene import Scene, run_in_scene
+from tests.features.sequences.sequence_scene import build_turns, submit_turns
 from tests.kernel.faults import Fault, InjectedError, inject, list_methods
-from tests.kernel.scene import AnsweringGateway, Scene, run_in_scene
-from tests.kernel.sequence_scene import build_turns, read_results, submit_turns
-from tests.memory_queue import MemoryQueue as QueueWithFeatures
+from tests.kernel.scene import AnsweringGateway, read_results
 
 # An exception between two lookups leaves the call of the first one behind.
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")

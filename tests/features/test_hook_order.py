@@ -11,10 +11,11 @@ from dispatcher.kernel.hooks import Hooks, LeasePart, join_hooks
 from dispatcher.kernel.loop import build_feature_hooks
 from dispatcher.kernel.options import Options
 from dispatcher.kernel.queue_access import QueueAccess
+from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.requests.lease_validity import LeaseValidity
 from dispatcher.requests.outcomes.outcome import RetryPolicy
 from tests.kernel.scene import open_limiter
-from tests.memory_queue import MemoryQueue, MemoryStore
+from tests.memory_queue import MemoryStore
 
 
 def test_joined_hooks_have_every_kind_of_each_feature_in_order() -> None:

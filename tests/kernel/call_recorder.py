@@ -17,12 +17,12 @@ class CallRecorder:
         self.queue = scene.queue
         self.leases_per_settle: list[int] = []
         self.leases_per_release: list[int] = []
-        self.settle_count = self.claimed_count = self.turn_claim_count = 0
+        self.settle_count = self.claimed_count = 0
         self.replies_to_lose = 0
         self._settle_and_claim_next, self._settle = self.queue.settle_and_claim_next, self.queue.settle
         self._release_and_claim_again = self.queue.release_and_claim_again
-        self._claim, self._claim_turns = self.queue.claim, self.queue.claim_turns
-        for name in ("settle_and_claim_next", "settle", "release_and_claim_again", "claim", "claim_turns"):
+        self._claim = self.queue.claim
+        for name in ("settle_and_claim_next", "settle", "release_and_claim_again", "claim"):
             setattr(self.queue, name, getattr(self, name))
 
     async def settle_and_claim_next(
@@ -53,7 +53,3 @@ class CallRecorder:
         claimed = await self._claim(*args, **options)
         self.claimed_count += len(claimed.leases)
         return claimed
-
-    async def claim_turns(self, *args: Any) -> Any:
-        self.turn_claim_count += 1
-        return await self._claim_turns(*args)

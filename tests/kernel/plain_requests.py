@@ -13,6 +13,7 @@ from typing import Any
 
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal
+from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.limit.budget import Policy, Reading, Signal
 from dispatcher.limit.limiter import Limiter
@@ -24,7 +25,7 @@ from dispatcher.service.loop_options import build_options
 from dispatcher.settings.model import Settings
 from dispatcher.telemetry.events import divert_events
 from dispatcher.telemetry.metrics import Metrics
-from tests.memory_queue import MemoryQueue, MemoryStore
+from tests.memory_queue import MemoryStore
 from tests.support import wait_until
 
 EPOCH = 1_764_000_000

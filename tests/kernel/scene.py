@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal, Options
+from dispatcher.kernel.loop import build_feature_hooks
+from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.limit.budget import Policy, Reading, Signal
 from dispatcher.limit.limiter import Limiter
@@ -18,7 +21,7 @@ from dispatcher.requests.request import Request, encode_member
 from dispatcher.requests.submission import QueueUnavailableError, Submission
 from dispatcher.telemetry.events import Event, divert_events
 from dispatcher.telemetry.metrics import Metrics
-from tests.memory_queue import MemoryQueue, MemoryStore
+from tests.memory_queue import MemoryStore
 
 T = TypeVar("T")
 
@@ -133,6 +136,10 @@ def find_part(dispatcher: Dispatcher, kind: type[T]) -> T:
 class Scene:
     """A running dispatcher and everything that it talks to."""
 
+    store_type: type[MemoryStore] = MemoryStore
+    queue_type: type[QueueWithUnreadableMarkers] = QueueWithUnreadableMarkers
+    build_hooks = staticmethod(build_feature_hooks)
+
     def __init__(
         self,
         gateway: AnsweringGateway | None = None,
@@ -140,8 +147,8 @@ class Scene:
     ) -> None:
         loop = asyncio.get_running_loop()
         self.events: list[tuple[Event, Mapping[str, Any]]] = []
-        self.store = MemoryStore(clock=loop.time)
-        self.queue, self.gateway = QueueWithUnreadableMarkers(self.store, "a"), gateway or AnsweringGateway()
+        self.store = self.store_type(clock=loop.time)
+        self.queue, self.gateway = self.queue_type(self.store, "a"), gateway or AnsweringGateway()
         self.limiter, self.metrics = open_limiter(), Metrics()
         self.dispatcher = Dispatcher(
             self.queue,
@@ -149,6 +156,7 @@ class Scene:
             self.limiter,
             options or Options(RetryPolicy()),
             Journal(self.metrics),
+            build_hooks=self.build_hooks,
         )
         self.task = asyncio.create_task(self.dispatcher.run())
 
@@ -175,21 +183,31 @@ class Scene:
         """Return the names of the log events about the queue, in order."""
         return [event.event_name for event, _ in self.events if event.event_name.startswith("queue-")]
 
+    @classmethod
+    def run(
+        cls,
+        check: Callable[[Self], Awaitable[None]],
+        gateway: AnsweringGateway | None = None,
+        options: Options | None = None,
+    ) -> None:
+        """Run `check` beside the dispatcher, then drain it and wait until it has stopped."""
 
-def run_in_scene(
-    check: Callable[[Scene], Awaitable[None]],
-    gateway: AnsweringGateway | None = None,
-    options: Options | None = None,
-) -> None:
-    """Run `check` beside the dispatcher, then drain it and wait until it has stopped."""
+        async def main() -> None:
+            events: list[tuple[Event, Mapping[str, Any]]] = []
+            with divert_events(lambda event, fields: events.append((event, fields))):
+                scene = cls(gateway, options)
+                scene.events = events
+                await check(scene)
+                scene.dispatcher.drain(1.0)
+                await scene.wait_until_finished()
 
-    async def main() -> None:
-        events: list[tuple[Event, Mapping[str, Any]]] = []
-        with divert_events(lambda event, fields: events.append((event, fields))):
-            scene = Scene(gateway, options)
-            scene.events = events
-            await check(scene)
-            scene.dispatcher.drain(1.0)
-            await scene.wait_until_finished()
+        run_in_virtual_time(main(), start=2.0)
 
-    run_in_virtual_time(main(), start=2.0)
+
+run_in_scene = Scene.run
+
+
+async def read_results(scene: Scene) -> dict[str, dict[str, Any]]:
+    """Return all results of the default list by the id of their request."""
+    results = [json.loads(each) for each in scene.store.list_results()]
+    return {result["id"]: result for result in results}

@@ -15,6 +15,7 @@ from dispatcher.kernel.journal import Journal
 from dispatcher.kernel.options import Options
 from dispatcher.kernel.queue_access import QueueAccess
 from dispatcher.kernel.queue_timeouts import QueueTimeouts
+from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.queue.contract import DeadLetter, Lease, Permit, Settlement
 from dispatcher.requests.lease_validity import LeaseValidity
@@ -23,7 +24,7 @@ from dispatcher.requests.request import Request
 from dispatcher.requests.result import ErrorCode
 from dispatcher.telemetry.metrics import Metrics
 from tests.kernel.scene import AnsweringGateway, lease, open_limiter, request
-from tests.memory_queue import MemoryQueue, MemoryStore
+from tests.memory_queue import MemoryStore
 from tests.queue.factories import member
 
 POLICY = RetryPolicy(max_deliveries=5)

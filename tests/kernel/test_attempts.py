@@ -22,6 +22,7 @@ from dispatcher.kernel.maintenance import Maintenance
 from dispatcher.kernel.options import Options
 from dispatcher.kernel.outcome_judge import MAX_RECORDS, OutcomeJudge
 from dispatcher.kernel.queue_access import QueueAccess
+from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.queue.contract import Release, Settlement
 from dispatcher.requests.lease_validity import LeaseValidity
@@ -38,7 +39,7 @@ from dispatcher.requests.request import Request
 from dispatcher.requests.result import ErrorCode
 from dispatcher.telemetry.metrics import Metrics
 from tests.kernel.scene import lease, open_limiter, request
-from tests.memory_queue import MemoryQueue, MemoryStore
+from tests.memory_queue import MemoryStore
 
 
 class SlowGateway:

@@ -1,68 +1,93 @@
-"""The next request of a sequence is leased by the call that completes the previous one."""
+"""Completions are reported to the queue, and parsed requests that return soon are kept."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
-from dispatcher.features.sequences.turn_checker import TurnChecker
+from dispatcher.gateway.contract import AttemptResult
+from dispatcher.kernel.claimed_request import ClaimedRequest
+from dispatcher.kernel.completions import Completion
+from dispatcher.kernel.context import KernelContext
+from dispatcher.kernel.hooks import Hooks, LeasePart
+from dispatcher.kernel.in_flight import InFlightLease
 from dispatcher.kernel.parsed_requests import ParsedRequest, ParsedRequestCache
-from dispatcher.requests.outcomes.outcome import Delivered
+from dispatcher.lab.memory_queue.entries import Entry
+from dispatcher.lab.memory_queue.state import QueueState
+from dispatcher.queue.contract import Settlement
 from dispatcher.requests.request import Request, encode_member, parse_member
 from tests.kernel.call_recorder import CallRecorder
-from tests.kernel.scene import Scene, find_part, lease, run_in_scene
-from tests.kernel.sequence_scene import SequenceGateway, build_turns, read_results, submit_turns
+from tests.kernel.scene import AnsweringGateway, Scene, find_part, lease, read_results, run_in_scene
+from tests.memory_queue import MemoryStore
+
+LIMIT = 9
+"""Limit in a pool of ten, less the reserve."""
 
 
-def test_next_turns_need_no_claim_and_no_turn_check() -> None:
-    gateway = SequenceGateway()
+class FreeingState(QueueState):
+    """State of a queue in which the end of a request can free all that wait."""
 
+    def end_entry(self, entry: Entry, settlement: Settlement, now: float) -> Sequence[Entry]:
+        if settlement.extra is None:
+            return ()
+        for waiting in self.pending.values():
+            waiting.units = 1  # as if it had been leased before, which frees no more than there is room for
+        return [*self.pending.values()]
+
+    def get_extra(self, entry: Entry) -> str:
+        return "freed"
+
+
+class FreeingStore(MemoryStore):
+    queue_type = FreeingState
+
+
+class FreeingPart(LeasePart):
+    """Part of a feature whose requests free others when they end."""
+
+    def __init__(self) -> None:
+        self.leases: set[str] = set()
+        self.extras: list[object] = []
+        """Facts that came with the leases, in the order of the leases."""
+
+    def look_up(self, requests: list[ClaimedRequest]) -> None: ...
+
+    def apply(self, requests: list[ClaimedRequest]) -> list[ClaimedRequest]:
+        self.leases |= {claimed.entry.lease.token for claimed in requests}
+        self.extras += [claimed.extra for claimed in requests]
+        return requests
+
+    def forget_lease(self, token: str) -> None:
+        self.leases.remove(token)
+
+    def end(self, entry: InFlightLease, completion: Completion, result: AttemptResult) -> Completion:
+        assert isinstance(completion, Settlement)
+        return completion.copy_with(extra="ended")
+
+
+def build_freeing_hooks(context: KernelContext) -> Hooks:
+    part = FreeingPart()
+    return Hooks(stages=(part,), lease_parts=(part,))
+
+
+class FreeingScene(Scene):
+    store_type = FreeingStore
+    build_hooks = staticmethod(build_freeing_hooks)
+
+
+class SlowGateway(AnsweringGateway):
+    answer_after_s = 0.1
+
+
+REQUESTS = [f"r-{number:02}" for number in range(20)]
+
+
+def test_requests_that_free_no_other_are_settled_without_a_claim() -> None:
     async def check(scene: Scene) -> None:
         calls = CallRecorder(scene)
-        await submit_turns(scene, build_turns("a", 8))
-        await asyncio.sleep(0.05)
-        claimed_before, turn_claims_before = calls.claimed_count, calls.turn_claim_count
-        await asyncio.sleep(0.7)
-        assert len(gateway.sent) == 8
-        assert calls.leases_per_settle == [1] * 7
-        assert (calls.claimed_count, calls.turn_claim_count) == (claimed_before, turn_claims_before)
-        await asyncio.sleep(1)
-        assert gateway.sent == [f"a-{n}" for n in range(8)]
-        assert find_part(scene.dispatcher, TurnChecker).turn_counts["granted"] == 8
-
-    run_in_scene(check, gateway)
-
-
-def test_request_parsed_for_the_turn_check_is_not_parsed_again() -> None:
-    gateway = SequenceGateway()
-
-    async def check(scene: Scene) -> None:
-        await submit_turns(scene, build_turns("a", 8))
-        await asyncio.sleep(0.05)
-        cache = scene.dispatcher.context.parsed_requests
-        members = [scene.store.queue.entries[entry_id].member for entry_id in range(2, 9)]
-        assert cache.size_bytes == sum(map(len, members)) > 0
-        requests: list[Request] = []
-        for entry_id, member in enumerate(members, 2):
-            leased = lease(entry_id, member=member)
-            parsed = cache.take_request(leased, 10**6)
-            assert parsed is not None
-            assert parsed.request == parse_member(member)
-            requests.append(parsed.request)
-            cache.store_request(leased, parsed.request)
-        await asyncio.sleep(2)
-        for sent, request in zip(gateway.requests[1:], requests, strict=True):
-            assert sent.payload is request.payload
-        assert cache.size_bytes == 0
-
-    run_in_scene(check, gateway)
-
-
-def test_requests_without_a_sequence_are_settled_without_a_claim() -> None:
-    async def check(scene: Scene) -> None:
-        calls = CallRecorder(scene)
-        await submit_turns(scene, [("x", None), ("y", None)])
+        await scene.submit("x", "y")
         await asyncio.sleep(1)
         assert sorted(scene.gateway.sent) == ["x", "y"]
         assert calls.leases_per_settle == []
@@ -71,62 +96,49 @@ def test_requests_without_a_sequence_are_settled_without_a_claim() -> None:
     run_in_scene(check)
 
 
-@pytest.mark.parametrize("lost_count", [1, 2, 5])
-def test_lost_reply_loses_no_turn_and_sends_no_request_twice(lost_count: int) -> None:
-    gateway = SequenceGateway()
-
-    async def check(scene: Scene) -> None:
+def test_freed_requests_are_claimed_by_the_call_that_settles_others() -> None:
+    async def check(scene: FreeingScene) -> None:
         calls = CallRecorder(scene)
-        calls.replies_to_lose = lost_count
-        await submit_turns(scene, [*build_turns("a", 6), *build_turns("b", 6)])
+        await scene.submit(*REQUESTS)
+        await asyncio.sleep(1)
+        assert (calls.claimed_count, calls.settle_count) == (LIMIT, 0)
+        assert calls.leases_per_settle == [LIMIT, len(REQUESTS) - 2 * LIMIT, 0]
+        assert scene.gateway.sent == REQUESTS
+        extras = find_part(scene.dispatcher, FreeingPart).extras
+        assert extras == [None] * LIMIT + ["freed"] * (len(REQUESTS) - LIMIT)
+
+    FreeingScene.run(check, SlowGateway())
+
+
+@pytest.mark.parametrize("lost_count", [1, 2, 5])
+def test_lost_reply_loses_no_freed_request_and_sends_none_twice(lost_count: int) -> None:
+    async def check(scene: FreeingScene) -> None:
+        CallRecorder(scene).replies_to_lose = lost_count
+        await scene.submit(*REQUESTS)
         await asyncio.sleep(20)
-        assert gateway.list_sent_of("a") == [f"a-{n}" for n in range(6)]
-        assert gateway.list_sent_of("b") == [f"b-{n}" for n in range(6)]
-        assert gateway.max_running_per_sequence == 1
-        assert len(await read_results(scene)) == 12
-        counts = await scene.queue.count_requests()
+        assert sorted(scene.gateway.sent) == REQUESTS
+        assert len(await read_results(scene)) == len(REQUESTS)
+        counts = await scene.store.count_requests()
         assert (counts.pending, counts.leased) == (0, 0)
 
-    run_in_scene(check, gateway)
+    FreeingScene.run(check, SlowGateway())
 
 
-def test_request_with_a_lower_score_is_sent_before_the_next_turn() -> None:
-    gateway = SequenceGateway()
-    gateway.answer_after_s = 0.5
-
-    async def check(scene: Scene) -> None:
-        # As many sequences as the limit allows requests.
-        await submit_turns(scene, [turn for name in "abcdefghi" for turn in build_turns(name, 2)])
-        await asyncio.sleep(0.2)
+def test_freed_requests_are_not_claimed_while_the_gate_is_closed() -> None:
+    async def check(scene: FreeingScene) -> None:
         calls = CallRecorder(scene)
-        assert len(gateway.sent) == 9
-        first = encode_member("first", b"{}", int(scene.queue.unix_now()) + 10**6)
-        scene.store.add_member(first, 1e9)
-        await asyncio.sleep(0.4)
-        assert "first" in gateway.sent[9:18]
-        assert sum(calls.leases_per_settle) == 0, "the other request comes before all next turns"
-        await asyncio.sleep(2)
-        assert len(gateway.sent) == 19
-
-    run_in_scene(check, gateway)
-
-
-def test_next_turn_is_not_claimed_while_the_gate_is_closed() -> None:
-    """An operator has paused the pool: the running request finishes, and the next ones wait."""
-    gateway = SequenceGateway(lambda _: Delivered(200, b"{}"))
-
-    async def check(scene: Scene) -> None:
-        await submit_turns(scene, build_turns("a", 3))
+        await scene.submit(*REQUESTS)
         await asyncio.sleep(0.05)
         await scene.store.pause("me", "why")
         await asyncio.sleep(3)
-        assert gateway.sent == ["a-0"]
-        assert (await scene.queue.count_requests()).leased == 0
+        assert scene.gateway.sent == REQUESTS[:LIMIT]
+        assert sum(calls.leases_per_settle) == 0
+        assert (await scene.store.count_requests()).leased == 0
         await scene.store.resume()
         await asyncio.sleep(3)
-        assert gateway.sent == ["a-0", "a-1", "a-2"]
+        assert scene.gateway.sent == REQUESTS
 
-    run_in_scene(check, gateway)
+    FreeingScene.run(check, SlowGateway())
 
 
 def test_cached_request_is_returned_once_and_only_for_the_same_member() -> None:

@@ -12,6 +12,7 @@ from dispatcher.kernel import Dispatcher, Journal, Options
 from dispatcher.kernel.claimed_request import ClaimedRequest
 from dispatcher.kernel.hooks import Hooks, LeasePart
 from dispatcher.kernel.in_flight import Attempt
+from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.requests.outcomes.outcome import Delivered, RetryPolicy
 from dispatcher.requests.request import Request
@@ -19,7 +20,7 @@ from dispatcher.requests.result import decode_result
 from dispatcher.telemetry.events import Event, divert_events
 from dispatcher.telemetry.metrics import Metrics
 from tests.kernel.scene import HeaderGateway, open_limiter
-from tests.memory_queue import MemoryQueue, MemoryStore
+from tests.memory_queue import MemoryStore
 from tests.queue.factories import member
 
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 
 from dispatcher.kernel import Dispatcher, Journal, Options
+from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.limit.budget import Policy, Reading, Signal
 from dispatcher.limit.limiter import Limiter
@@ -14,7 +15,7 @@ from dispatcher.requests.request import encode_member
 from dispatcher.requests.result import decode_result
 from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.metrics import Metrics
-from tests.memory_queue import MemoryQueue, MemoryStore
+from tests.memory_queue import MemoryStore
 from tests.queue.factories import InstantGateway
 
 

@@ -14,6 +14,7 @@ from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal, Options
 from dispatcher.kernel.admission import LARGE_MEMBER_BYTES
 from dispatcher.kernel.loop import FLUSH_DELAY_S
+from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.limit.budget import Reading, Reason, Signal
 from dispatcher.limit.poll import Poll
@@ -25,7 +26,7 @@ from dispatcher.requests.submission import QueueUnavailableError, Submission
 from dispatcher.telemetry.events import Event
 from dispatcher.telemetry.metrics import Metrics
 from tests.kernel.scene import AnsweringGateway, Scene, UnreachableGateway, open_limiter, run_in_scene
-from tests.memory_queue import MemoryQueue, MemoryStore
+from tests.memory_queue import MemoryStore
 from tests.queue.factories import member
 
 NO_ANSWER = QueueUnavailableError("Redis did not answer in time")

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from dispatcher.features.models.queue.waiting import ModelWait
 from dispatcher.kernel import completions
 from dispatcher.kernel.context import KernelContext
 from dispatcher.kernel.in_flight import Attempt, InFlightLease, InFlightTable
@@ -28,13 +27,13 @@ from dispatcher.kernel.maintenance import (
 )
 from dispatcher.kernel.options import Options
 from dispatcher.kernel.queue_access import QueueAccess
+from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.limit.budget import Reason
 from dispatcher.queue.contract import (
     Lease,
     Overload,
     Permit,
-    Release,
     RenewResult,
     SweepSummary,
     UnleasedRequest,
@@ -50,7 +49,7 @@ from dispatcher.telemetry.events import Event, divert_events
 from dispatcher.telemetry.metrics import Metrics
 from tests.kernel.faults import Fault, inject
 from tests.kernel.scene import AnsweringGateway, open_limiter, request
-from tests.memory_queue import MemoryQueue, MemoryStore
+from tests.memory_queue import MemoryStore
 from tests.queue.factories import member
 
 START_S = 2.0
@@ -289,17 +288,19 @@ def test_cancelled_requests_are_stopped() -> None:
     run_on_bench(check)
 
 
-def test_requests_that_wait_for_their_model_are_pending_but_no_work() -> None:
-    """The queue counts them as pending, and the gate is idle."""
+def test_requests_in_closed_lanes_are_pending_but_no_work() -> None:
+    closed = 1
+
+    async def count_requests() -> QueueCounts:
+        return QueueCounts(pending=1, leased=0, delayed=0, dead=0, closed=closed)
 
     async def check(bench: MaintenanceBench) -> None:
-        bench.store.add_member(member("r-1", 10**10), 1.0)
-        claimed = await bench.queue.claim(1, "n", Permit(100, asyncio.get_running_loop().time(), 0))
-        await bench.queue.release([Release(lease, extra=ModelWait("m")) for lease in claimed.leases])
+        nonlocal closed
+        bench.queue.count_requests = count_requests  # type: ignore[method-assign]
         await asyncio.sleep(1.5)
         assert bench.access.view.counts is not None
         assert (bench.access.view.counts.pending, bench.limiter.has_work) == (1, False)
-        await bench.queue.return_waiting_for_models(["m"])
+        closed = 0
         await asyncio.sleep(1.0)
         assert bench.limiter.has_work
 

@@ -11,42 +11,25 @@ from typing import Any
 
 import pytest
 
-from dispatcher.features.models.availability import Listing, ModelTerms, WhenNotServed
-from dispatcher.features.models.model_router import ModelRouter
-from dispatcher.features.models.options import FamilyOptions, ModelOptions
-from dispatcher.features.models.version_template import VersionTemplate
-from dispatcher.features.models.versions import FamilyTerms, PinScope
-from dispatcher.features.sequences.turns import Turn
 from dispatcher.kernel import Dispatcher, Journal, Options
-from dispatcher.kernel.options import index_options
+from dispatcher.kernel.claimed_request import ClaimedRequest
+from dispatcher.kernel.completions import build_error
+from dispatcher.kernel.context import KernelContext
+from dispatcher.kernel.hooks import Hooks
+from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.requests.outcomes.outcome import RetryPolicy
 from dispatcher.requests.request import encode_member
 from dispatcher.requests.result import ErrorCode, decode_result
 from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.metrics import Metrics
-from tests.kernel.scene import AnsweringGateway, find_part, open_limiter
-from tests.memory_queue import MemoryQueue, MemoryStore
+from tests.kernel.scene import AnsweringGateway, open_limiter
+from tests.memory_queue import MemoryStore
 
 CALL_S = 0.1
 """Duration of each call to the queue after a claim."""
 START_S = 2.0
-OPTIONS = Options(
-    RetryPolicy(),
-    of_features=index_options(
-        ModelOptions(
-            ModelTerms({"qwen": WhenNotServed.WAIT, "night": WhenNotServed.WAIT}),
-            (FamilyOptions(FamilyTerms("qwen", VersionTemplate("qwen-v"), pin=PinScope.JOB)),),
-        )
-    ),
-)
-CALLS_AFTER_CLAIM = {
-    "claim_turns",
-    "check_cancelled",
-    "find_invalid_result_lists",
-    "pin_versions",
-    "set_lease_units",
-}
+CALLS_AFTER_CLAIM = {"check_cancelled", "find_invalid_result_lists", "set_lease_units"}
 
 
 class SlowLookups(MemoryQueue):
@@ -86,6 +69,28 @@ class RecordingGateway(AnsweringGateway):
         return await super().forward(*args, **named)
 
 
+class FeatureStage:
+    """Stage of a feature that looks up requests with its header, and rejects those whose header says so."""
+
+    def __init__(self, queue: SlowLookups, context: KernelContext, header: str, code: ErrorCode) -> None:
+        self._queue, self._context = queue, context
+        self._header, self._code = header, code
+
+    def look_up(self, requests: list[ClaimedRequest]) -> Awaitable[None] | None:
+        is_needed = any(self._header in claimed.request.headers for claimed in requests)
+        return self._call_queue() if is_needed else None
+
+    async def _call_queue(self) -> None:
+        self._queue.call_counts[self._header] += 1
+        await asyncio.sleep(CALL_S)
+
+    def apply(self, requests: list[ClaimedRequest]) -> list[ClaimedRequest]:
+        rejected = [each for each in requests if each.request.headers.get(self._header) == "reject"]
+        for each in rejected:
+            self._context.complete(build_error(each.entry.lease, each.request, self._code, "rejected"))
+        return [each for each in requests if each not in rejected]
+
+
 class Bench:
     def __init__(self, weight: int = 1) -> None:
         self.store = MemoryStore(clock=asyncio.get_running_loop().time)
@@ -94,16 +99,18 @@ class Bench:
             self.queue,
             self.gateway,
             open_limiter(),
-            OPTIONS,
+            Options(RetryPolicy()),
             Journal(Metrics()),
             weigh_request=lambda _request: weight,
+            build_hooks=lambda context: Hooks(
+                first_stages=(FeatureStage(self.queue, context, "x-first", ErrorCode.SEQUENCE_ABORTED),),
+                stages=(FeatureStage(self.queue, context, "x-later", ErrorCode.MODEL_NOT_FOUND),),
+            ),
         )
-        at = asyncio.get_running_loop().time()
-        find_part(self.dispatcher, ModelRouter).update_listings([Listing("a", at, ("qwen-v1",))])
 
-    async def submit(self, payload: bytes = b"{}", within_s: float = 10**6, **member: Any) -> None:
+    async def submit(self, within_s: float = 10**6, **member: Any) -> None:
         until = int(asyncio.get_running_loop().time() + within_s)
-        encoded = encode_member("r", payload, until, token="t", **member)
+        encoded = encode_member("r", b"{}", until, token="t", **member)
         await self.store.submit([Submission(encoded, float(until), "r", "t", until)])
 
     async def read_error(self) -> str:
@@ -136,14 +143,10 @@ def test_request_that_needs_nothing_is_sent_without_a_wait() -> None:
 
 def test_request_that_needs_every_stage_waits_for_the_queue_twice() -> None:
     async def check(bench: Bench) -> None:
-        await bench.submit(
-            b'{"model":"qwen"}',
-            results="batch-results:mine",
-            labels={"job": "one"},
-            extra=Turn("chat", 0),
-        )
+        await bench.submit(results="batch-results:mine", headers={"x-first": "", "x-later": ""})
         await asyncio.sleep(3)
-        assert set(bench.queue.call_counts) == CALLS_AFTER_CLAIM, "every stage asked the queue"
+        expected = {*CALLS_AFTER_CLAIM, "x-first", "x-later"}
+        assert set(bench.queue.call_counts) == expected, "every stage asked the queue"
         assert bench.gateway.sent_at[0] - bench.queue.claimed_at[0] == pytest.approx(2 * CALL_S)
 
     run_on_bench(check, weight=2)
@@ -151,9 +154,10 @@ def test_request_that_needs_every_stage_waits_for_the_queue_twice() -> None:
 
 EXPECTED = {
     "past its deadline": ErrorCode.DEADLINE_EXCEEDED,
+    "rejected by a first stage": ErrorCode.SEQUENCE_ABORTED,
     "cancelled": ErrorCode.CANCELLED,
     "invalid list": ErrorCode.INVALID_REQUEST,
-    "unknown model": ErrorCode.MODEL_NOT_FOUND,
+    "rejected by a later stage": ErrorCode.MODEL_NOT_FOUND,
 }
 """Problems of a request in the order in which the stages look for them, each with its error."""
 
@@ -175,11 +179,17 @@ def test_first_stage_with_a_problem_decides(first: str, second: str) -> None:
             await bench.store.cancel_request("r", "t", is_token_known=True)
         if "invalid list" in problems:
             bench.store.pool.invalid_lists.add("batch-results:mine")
-        model = b'{"model":"nobody-knows-it"}' if "unknown model" in problems else b"{}"
+        headers = {
+            header: "reject"
+            for header, problem in (
+                ("x-first", "rejected by a first stage"),
+                ("x-later", "rejected by a later stage"),
+            )
+            if problem in problems
+        }
         within_s = 0.0 if "past its deadline" in problems else 10**6
-        await bench.submit(
-            model, within_s, results="batch-results:mine" if "invalid list" in problems else ""
-        )
+        results = "batch-results:mine" if "invalid list" in problems else ""
+        await bench.submit(within_s, results=results, headers=headers)
         await asyncio.sleep(3)
         assert await bench.read_error() == EXPECTED[first]
         assert bench.gateway.sent == []

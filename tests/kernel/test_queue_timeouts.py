@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from dispatcher.features.sequences.turns import Turn
 from dispatcher.kernel import Options
 from dispatcher.kernel.options import index_options
+from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.limit.budget import Reason
 from dispatcher.queue.contract import Release
 from dispatcher.requests.outcomes.outcome import RetryPolicy
@@ -16,9 +16,7 @@ from dispatcher.requests.request import encode_member
 from dispatcher.requests.result import ErrorCode
 from dispatcher.requests.score import compute_score
 from dispatcher.requests.submission import Submission
-from tests.kernel.scene import Scene, UnreachableGateway, run_in_scene
-from tests.kernel.sequence_scene import read_results
-from tests.memory_queue import MemoryQueue
+from tests.kernel.scene import Scene, UnreachableGateway, read_results, run_in_scene
 from tests.queue.factories import claim
 
 PATH = "/v1/completions"
@@ -106,22 +104,6 @@ def test_delayed_request_is_sent_after_fresher_ones_and_counts_no_delivery() -> 
         assert all("error_code" not in each for each in (await read_results(scene)).values())
 
     run_in_scene(check, options=make_options(TimeoutAction.DELAY))
-
-
-def test_rejected_request_of_a_sequence_counts_as_its_failure() -> None:
-    async def check(scene: Scene) -> None:
-        await asyncio.sleep(100)
-        await submit_and_wait(
-            scene,
-            make_submission("first", 42, extra=Turn("chat", 0)),
-            make_submission("second", 5, within_s=10**6 + 1, extra=Turn("chat", 1)),
-        )
-        results = await read_results(scene)
-        assert results["first"]["error_code"] == ErrorCode.DEADLINE_EXCEEDED
-        assert results["second"]["error_code"] == ErrorCode.SEQUENCE_ABORTED
-        assert scene.gateway.sent == []
-
-    run_in_scene(check, options=make_options())
 
 
 def test_probe_with_a_delayed_request_takes_the_next_request_immediately() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import re
 
 from dispatcher.kernel import Dispatcher, Journal, Options
+from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.requests.outcomes.outcome import RetryPolicy
 from dispatcher.requests.request import encode_member
@@ -13,7 +14,7 @@ from dispatcher.requests.result import decode_result
 from dispatcher.telemetry.metrics import Metrics
 from tests.kernel.readme_example import CODE, README, build_hooks
 from tests.kernel.scene import HeaderGateway, open_limiter
-from tests.memory_queue import MemoryQueue, MemoryStore
+from tests.memory_queue import MemoryStore
 from tests.structure.symbols import find_symbols
 
 

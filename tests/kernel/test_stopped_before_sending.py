@@ -11,6 +11,7 @@ import pytest
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal, Options
 from dispatcher.kernel.in_flight import StopReason
+from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.limit.budget import Policy, Reading, Signal
 from dispatcher.limit.limiter import Limiter
@@ -18,7 +19,7 @@ from dispatcher.requests.outcomes.outcome import Delivered, RetryPolicy, Unsent
 from dispatcher.requests.request import Request, encode_member
 from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.metrics import Metrics
-from tests.memory_queue import MemoryQueue, MemoryStore
+from tests.memory_queue import MemoryStore
 
 
 class UnusedGateway:

@@ -11,6 +11,7 @@ import pytest
 
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal, Options
+from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.limit.allowance import explain_allowance
 from dispatcher.limit.budget import Policy, Reading, Signal
@@ -22,7 +23,7 @@ from dispatcher.requests.request import Request, encode_member
 from dispatcher.requests.result import decode_result
 from dispatcher.requests.submission import QueueUnavailableError, Submission
 from dispatcher.telemetry.metrics import Metrics
-from tests.memory_queue import MemoryQueue, MemoryStore
+from tests.memory_queue import MemoryStore
 
 CAPACITY = 40
 MAX_UNITS = 38

@@ -16,13 +16,14 @@ from dispatcher.kernel.journal import Journal
 from dispatcher.kernel.options import Options
 from dispatcher.kernel.queue_access import QueueAccess
 from dispatcher.kernel.weights import UnitAllocator
+from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.queue.contract import Lease, LeaseUnitsResult, Permit
 from dispatcher.requests.lease_validity import LeaseValidity
 from dispatcher.requests.outcomes.outcome import RetryPolicy
 from dispatcher.telemetry.metrics import Metrics
 from tests.kernel.scene import AnsweringGateway, open_limiter, request
-from tests.memory_queue import MemoryQueue, MemoryStore
+from tests.memory_queue import MemoryStore
 from tests.queue.factories import member
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.limit.budget import Reason
 from dispatcher.requests.submission import CallRefusedError, QueueUnavailableError
 from dispatcher.telemetry.events import Event
 from tests.kernel.scene import AnsweringGateway, Scene, run_in_scene
-from tests.memory_queue import MemoryQueue
 
 WRITE_METHODS = (
     "claim",

@@ -38,7 +38,7 @@ from dispatcher.queue.contract import (
 )
 from dispatcher.queue.keys import QueueNames
 from dispatcher.requests.lanes import Lane
-from tests.memory_queue import MemoryQueue, MemoryStore
+from tests.features.memory_queue import MemoryQueue, MemoryStore
 from tests.properties import queue_oracle
 from tests.queue.factories import OwnerAndAdmin, parse_entry_id, parse_lease_units
 from tests.queue.key_checks import assert_only_known_keys
@@ -436,7 +436,7 @@ class QueueComparison(RuleBasedStateMachine):
             first = score if math.isinf(score) else score // SCORE_BAND * SCORE_BAND
             ranks.append(((first, False), score, name[:-17]))
         assert next_members == [(score, name) for _, score, name in sorted(ranks)]
-        assert counts == loop.run_until_complete(self.store.count_waiting_by_model())
+        assert counts == self.store.queue.count_waiting_by_model()
         assert counts == {name.decode(): count for name, count in state["waiting-for-model:counts"]}
 
     def teardown(self) -> None:

@@ -11,7 +11,7 @@ from dispatcher.lab.memory_queue.state import QueueState
 from dispatcher.lab.memory_queue.sweep import reclaim_from_owners
 from dispatcher.queue.contract import SweepSummary
 from dispatcher.queue.requeue import build_resubmission
-from tests.memory_queue import MemoryQueue
+from tests.features.memory_queue import MemoryQueue
 
 
 def drop_oldest_dead(queue: QueueState, dead_max: int) -> int:

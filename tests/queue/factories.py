@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import redis.asyncio
 
-from dispatcher.features.models.queue.calls import ModelAdminCalls, ModelCalls
-from dispatcher.features.sequences.queue.calls import SequenceAdminCalls, SequenceCalls
+from dispatcher.features import FEATURES
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.queue.contract import ClaimResult, Lease, Permit, Queue, Release, Settlement, SettleStatus
 from dispatcher.queue.keys import QueueNames
@@ -108,6 +107,10 @@ def ids(members: Iterable[bytes]) -> list[str]:
     return [msgspec.json.decode(each)["data"]["id"] for each in members]
 
 
+if TYPE_CHECKING or "models" in FEATURES:
+    from dispatcher.features.models.queue.calls import ModelAdminCalls, ModelCalls
+if TYPE_CHECKING or "sequences" in FEATURES:
+    from dispatcher.features.sequences.queue.calls import SequenceAdminCalls, SequenceCalls
 if TYPE_CHECKING:
 
     class _OwnerAndAdmin(
@@ -140,10 +143,11 @@ class OwnerAndAdmin(_OwnerAndAdmin):
             client, names, owner, own, dead_owner_detector=dead_owner_detector, features=features
         )
         self.queue_admin = admin = RedisQueueAdmin(client, names, attempt_timeout_s=own.attempt_timeout_s)
-        self._parts = (
-            *(admin, ModelCalls(self), ModelAdminCalls(admin)),
-            *(SequenceCalls(self), SequenceAdminCalls(admin)),
-        )
+        self._parts: list[object] = [admin]
+        if "models" in FEATURES:
+            self._parts += ModelCalls(self), ModelAdminCalls(admin)
+        if "sequences" in FEATURES:
+            self._parts += SequenceCalls(self), SequenceAdminCalls(admin)
 
     if not TYPE_CHECKING:  # with `__getattr__`, the type checker would accept any name
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from dispatcher.features.sequences.queue.secret import get_secret_key
 from dispatcher.queue.keys import QueueNames
 
 
@@ -13,7 +12,7 @@ async def assert_only_known_keys(client: Any, names: QueueNames, *lists: str) ->
     by_operators = [key for key in names.feature_pool_keys if key.endswith((":labels", ":drains"))]
     known = {
         key.encode()
-        for key in (*names.script_keys, *by_operators, names.result_list, get_secret_key(names), *lists)
+        for key in (*names.script_keys, *by_operators, *names.text_keys, names.result_list, *lists)
     }
     found = [key async for key in client.scan_iter(count=1000)]
     unknown_keys = [key for key in found if key not in known and await client.pttl(key) == -1]

@@ -8,7 +8,7 @@ import msgspec
 
 from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.lua_files import FEATURE_POOL_KEYS
-from tests.memory_queue import MemoryStore
+from tests.features.memory_queue import MemoryStore
 
 _TIMES = (1, 6, 7, 14)
 """Positions of last_active_at, began_at, gap_since and check_at in a record (sequences.lua)."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from dispatcher.features.sequences.turns import Turn, digest_owner
 from dispatcher.requests.oversize import MAX_ENVELOPE_BYTES, cut_member
 from dispatcher.requests.request import MAX_HEADERS_CHARS, Rejection, Request, encode_member, parse_member
 from dispatcher.requests.result import (
@@ -350,52 +349,6 @@ def test_names_and_values_of_headers_are_limited_together(chars: int, is_accepte
     headers = '{"x-a":"b","x-c":"%s"}' % ("d" * (chars - 7))
     parsed = parse_member(build_member(f'{{"id":"r","deadline":1,"headers":{headers},"payload":{{}}}}'))
     assert isinstance(parsed, Request) is is_accepted
-
-
-CREATED = 1_764_044_000
-OWNER = digest_owner("", "list")
-
-
-@pytest.mark.parametrize(
-    ("fields", "turn"),
-    [
-        ('"sequence":{"id":"s","index":3}', Turn("s", 3, owner=OWNER, submitted_at=CREATED)),
-        ('"metadata":{"sequence_id":"s"}', Turn("s", owner=OWNER, submitted_at=CREATED)),
-        (
-            '"sequence":{"id":"s"},"metadata":{"sequence_id":"other"}',
-            Turn("s", owner=OWNER, submitted_at=CREATED),
-        ),
-        ('"metadata":{"sequence":"s"}', None),
-        ('"metadata":{}', None),
-    ],
-    ids=["sequence", "metadata", "both", "other metadata", "none"],
-)
-def test_turn_belongs_to_the_result_list_and_was_submitted_when_the_request_was_created(
-    fields: str, turn: Turn | None
-) -> None:
-    text = build_member(f'{{"id":"r","created":{CREATED},"deadline":1,"payload":{{}},{fields}}}')
-    assert parse_accepted(text).extra == turn
-
-
-def test_exact_time_of_submission_is_that_in_the_token() -> None:
-    token = f"{CREATED * 10**9 + 250_000_000:016x}-rest"
-    text = build_member(
-        f'{{"id":"r","created":{CREATED},"deadline":1,"payload":{{}},"sequence":{{"id":"s"}}}}',
-        internal=f'"internal":{{"request_token":"{token}"}}'.encode(),
-    )
-    turn = parse_accepted(text).extra
-    assert turn is not None
-    assert turn.submitted_at == pytest.approx(CREATED + 0.25, abs=1e-5)
-    text = build_member('{"id":"r","created":100000000000,"deadline":1,"payload":{},"sequence":{"id":"s"}}')
-    assert parse_accepted(text).extra == Turn("s", owner=OWNER)
-
-
-def test_sequence_id_of_too_many_bytes_is_rejected() -> None:
-    text = '{"id":"r","deadline":1,"payload":{},"sequence":{"id":"%s"}}'
-    assert parse_accepted(build_member(text % ("é" * 128))).extra is not None
-    assert (
-        "data.sequence.id: longer than 256 bytes" in parse_rejected(build_member(text % ("é" * 129))).message
-    )
 
 
 def test_encoded_member_has_a_retry_count_and_no_empty_fields() -> None:

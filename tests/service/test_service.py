@@ -28,8 +28,8 @@ from dispatcher.signals.kubernetes.capacity import NO_KUBERNETES, Endpoints
 from dispatcher.signals.poller import SourcePoll
 from dispatcher.telemetry import catalogue as series
 from dispatcher.telemetry.events import Event, divert_events
+from tests.features.memory_queue import MemoryQueue, MemoryStore
 from tests.kernel.scene import find_part
-from tests.memory_queue import MemoryQueue, MemoryStore
 
 START_S = 2.0
 CONFIG = """

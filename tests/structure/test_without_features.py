@@ -14,12 +14,9 @@ import pytest
 from dispatcher import features
 from tests.paths import ROOT
 
-REMOVABLE = ("slices", "merging", "batch_files", "named_streams")
-NOT_REMOVABLE_YET = {
-    "sequences": "batch files need them, and the queue in memory of the tests has sequences",
-    "models": "the queue in memory of the tests has the model registry",
-}
-"""Reason why the tests of the kernel do not pass without a feature."""
+NEEDED_BY = {"sequences": ("batch_files",)}
+"""Features that cannot do without another one: the lines of a batch file may form a sequence, for which
+pyproject.toml declares imports."""
 QUICK_TESTS = ("tests/kernel/test_admission.py", "tests/queue/test_lua_scripts.py")
 KERNEL_TESTS = (
     "tests/kernel",
@@ -42,8 +39,10 @@ for module in pkgutil.walk_packages(dispatcher.__path__, "dispatcher."):
         importlib.import_module(module.name)
 print(dispatcher.__path__[0], *dispatcher.features.FEATURES)
 """
-together_and_alone = pytest.mark.parametrize(
-    "removed", [*((each,) for each in REMOVABLE), REMOVABLE], ids=" and ".join
+alone_and_together = pytest.mark.parametrize(
+    "removed",
+    [*((feature, *NEEDED_BY.get(feature, ())) for feature in features.ORDER), features.ORDER],
+    ids=" and ".join,
 )
 
 
@@ -87,33 +86,20 @@ def run_tests(tree: Path, *tests: str, timeout_s: float) -> None:
     assert " passed" in output, output
 
 
-def test_every_feature_can_be_removed_or_has_a_reason() -> None:
-    assert sorted([*REMOVABLE, *NOT_REMOVABLE_YET]) == sorted(features.ORDER)
-
-
-@pytest.mark.parametrize("feature", NOT_REMOVABLE_YET)
-def test_feature_with_a_reason_cannot_be_removed_yet(tmp_path: Path, feature: str) -> None:
-    """If it can be removed, it belongs to REMOVABLE."""
-    with pytest.raises(AssertionError, match=rf"ModuleNotFoundError.*dispatcher\.features\.{feature}"):
-        run_tests(copy_tree(tmp_path, (feature,)), QUICK_TESTS[0], timeout_s=100)
-
-
 @pytest.mark.timeout(400)
-def test_tree_without_all_removable_features_has_no_trace_of_them(tmp_path: Path) -> None:
-    tree = copy_tree(tmp_path, REMOVABLE)
-    imported_from, *present = run_python(tree, "-c", IMPORT_EVERYTHING, timeout_s=60).split()
-    assert imported_from == str(tree / "dispatcher")
-    assert present == [*NOT_REMOVABLE_YET]
+def test_tree_without_features_has_no_trace_of_them(tmp_path: Path) -> None:
+    tree = copy_tree(tmp_path, features.ORDER)
+    assert run_python(tree, "-c", IMPORT_EVERYTHING, timeout_s=60).split() == [str(tree / "dispatcher")]
     verbs = run_python(tree, "-m", "dispatcher", "--help", timeout_s=60)
     assert "submit" in verbs
-    assert "streams" not in verbs
+    assert not [each for each in ("models", "sequences", "streams") if each in verbs]
     assert "--file" not in run_python(tree, "-m", "dispatcher", "submit", "--help", timeout_s=60)
     run_tests(tree, *QUICK_TESTS, timeout_s=200)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@together_and_alone
+@alone_and_together
 def test_tree_without_features_passes_the_tests_of_the_kernel_and_serves_requests(
     tmp_path: Path, removed: tuple[str, ...]
 ) -> None:

@@ -19,6 +19,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from dispatcher.gateway.http_gateway import HttpGateway
 from dispatcher.kernel import Dispatcher, Journal, Options
+from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.limit.budget import Policy, Reading, Signal
 from dispatcher.limit.limiter import Limiter
 from dispatcher.queue.contract import Queue
@@ -36,7 +37,7 @@ from dispatcher.telemetry.metrics import Metrics
 from dispatcher.telemetry.otlp import SpanSender
 from dispatcher.telemetry.tracing import EndedSpan, Tracing
 from tests.gateway.scripted_server import Connection, Script, Server, options, serving
-from tests.memory_queue import MemoryQueue, MemoryStore
+from tests.memory_queue import MemoryStore
 from tests.queue.servers import server
 from tests.support import wait_until
 from tests.telemetry.trace_collector import QUEUE, create_memory_exporter, run_sender

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -182,6 +183,14 @@ class RedisQueueAdmin:
         found = await there.call_with_retries(lambda: there.client.get(key))
         await here.call_with_retries(lambda: here.client.delete(key))
         return found is not None
+
+    async def copy_texts(self, source: RedisQueueAdmin) -> None:
+        """Copy the texts of features from another queue, except for those that this queue has."""
+        here, there = self.backend.scripts, source.backend.scripts
+        for key, source_key in zip(self.names.text_keys, source.names.text_keys, strict=True):
+            text = await there.call_with_retries(partial(there.client.get, source_key))
+            if text:
+                await here.call_with_retries(partial(here.client.set, key, text, nx=True))
 
     async def read_results(self, name: str, max_count: int, after: int = 0) -> Sequence[bytes]:
         """Return results of a list, the oldest first, after the first `after`. None is removed."""

@@ -30,8 +30,8 @@ from dispatcher.requests.request import Request, encode_member
 from dispatcher.requests.result import PoppedResult, decode_result
 from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.metrics import Metrics
+from tests.features.memory_queue import MemoryQueue, MemoryStore
 from tests.kernel.scene import find_part
-from tests.memory_queue import MemoryQueue, MemoryStore
 
 PATH = "/v2/models/counter/infer"
 CALL_S, ITEM_S = 0.005, 0.0001

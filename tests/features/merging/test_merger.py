@@ -24,6 +24,7 @@ from dispatcher.kernel.hooks import Hooks, join_hooks
 from dispatcher.kernel.in_flight import InFlightLease
 from dispatcher.kernel.loop import build_feature_hooks
 from dispatcher.kernel.options import index_options
+from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.limit.budget import Policy, Reading, Signal
 from dispatcher.limit.limiter import Limiter
@@ -37,7 +38,7 @@ from dispatcher.telemetry.metrics import Metrics
 from tests.features.merging.embedding_gateway import REJECTED_TEXT, EmbeddingGateway, build_answer
 from tests.kernel import readme_example
 from tests.kernel.scene import find_part, lease, request
-from tests.memory_queue import MemoryQueue, MemoryStore
+from tests.memory_queue import MemoryStore
 
 PATH = "/v1/embeddings"
 RULE = BatchRule((PATH,), SHAPES["embeddings"], MergeMode.ON, GroupingRule(32, max_delay_s=0.02))

@@ -34,8 +34,13 @@ from dispatcher.requests.queue_counts import QueueCounts
 from dispatcher.requests.request import Request, encode_member
 from dispatcher.requests.submission import QueueUnavailableError, Submission
 from dispatcher.telemetry.events import Event
-from tests.kernel.model_scene import MODEL_NOT_FOUND_BODY, change_models, read_results, update_listings
-from tests.kernel.scene import AnsweringGateway, Scene, find_part, run_in_scene
+from tests.features.models.model_scene import (
+    MODEL_NOT_FOUND_BODY,
+    change_models,
+    update_listings,
+)
+from tests.features.scene import Scene, run_in_scene
+from tests.kernel.scene import AnsweringGateway, find_part, read_results
 from tests.service.limiter_status import create_context
 
 RETRY = RetryPolicy(base_s=0.1, max_s=1.0, max_attempts=3)

@@ -38,16 +38,16 @@ from dispatcher.requests.outcomes.outcome import Delivered, RetryPolicy
 from dispatcher.requests.request import Request
 from dispatcher.requests.submission import QueueUnavailableError
 from dispatcher.settings.model import Settings
-from tests.kernel.model_scene import (
+from tests.features.models.model_scene import (
     EXCHANGE_INTERVAL_S,
     MODEL_NOT_FOUND_BODY,
     change_models,
     list_version_states,
-    read_results,
     submit_requests,
     update_listings,
 )
-from tests.kernel.scene import AnsweringGateway, Scene, find_part, request, run_in_scene
+from tests.features.scene import Scene, run_in_scene
+from tests.kernel.scene import AnsweringGateway, find_part, read_results, request
 from tests.service.limiter_status import build_context_status
 
 

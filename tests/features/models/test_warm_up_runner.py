@@ -44,7 +44,8 @@ from dispatcher.requests.request import Request
 from dispatcher.requests.submission import QueueUnavailableError
 from dispatcher.telemetry.events import Event
 from dispatcher.telemetry.metrics import Metrics
-from tests.kernel.model_scene import (
+from tests.features.memory_queue import MemoryQueue
+from tests.features.models.model_scene import (
     EXCHANGE_INTERVAL_S,
     MODEL_NOT_FOUND_BODY,
     change_models,
@@ -52,8 +53,8 @@ from tests.kernel.model_scene import (
     submit_requests,
     update_listings,
 )
-from tests.kernel.scene import AnsweringGateway, Scene, find_part, open_limiter, run_in_scene
-from tests.memory_queue import MemoryQueue
+from tests.features.scene import Scene, run_in_scene
+from tests.kernel.scene import AnsweringGateway, find_part, open_limiter
 
 T = TypeVar("T")
 CHAT = "/v1/chat/completions"

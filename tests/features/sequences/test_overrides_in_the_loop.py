@@ -19,8 +19,9 @@ from dispatcher.kernel.options import index_options
 from dispatcher.requests.outcomes.outcome import RetryPolicy
 from dispatcher.requests.request import encode_member
 from dispatcher.requests.submission import Submission
-from tests.kernel.scene import Scene, run_in_scene
-from tests.kernel.sequence_scene import SequenceGateway, read_results, submit_turns
+from tests.features.scene import Scene, run_in_scene
+from tests.features.sequences.sequence_scene import SequenceGateway, submit_turns
+from tests.kernel.scene import read_results
 
 BIG = SequenceOverride("big-*", max_active=1)
 QUICK = SequenceOverride("quick", max_idle_s=5.0)

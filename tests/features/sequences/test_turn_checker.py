@@ -23,10 +23,13 @@ from dispatcher.kernel.options import index_options
 from dispatcher.requests.affinity import AffinityOptions
 from dispatcher.requests.headers import AFFINITY_TOKEN
 from dispatcher.requests.outcomes.outcome import Delivered, Failed, Outcome, RetryPolicy
-from dispatcher.requests.request import Request
+from dispatcher.requests.queue_timeouts import RuleTimeout, TimeoutAction, TimeoutOptions
+from dispatcher.requests.request import Request, encode_member
+from dispatcher.requests.result import ErrorCode
 from dispatcher.requests.submission import QueueUnavailableError
-from tests.kernel.scene import Scene, find_part, run_in_scene
-from tests.kernel.sequence_scene import SequenceGateway, build_turns, read_results, submit_turns
+from tests.features.scene import Scene, run_in_scene
+from tests.features.sequences.sequence_scene import SequenceGateway, build_turns, submit_turns
+from tests.kernel.scene import find_part, read_results
 
 RETRY = RetryPolicy(base_s=0.1, max_s=1.0, max_attempts=3)
 
@@ -166,6 +169,26 @@ def test_failed_turn_affects_later_turns_as_on_error_says(on_error: OnError, sen
             assert list_sequence_events(scene) == []
 
     run_in_scene(check, gateway)
+
+
+def test_request_that_waited_too_long_counts_as_a_failure_of_its_sequence() -> None:
+    gateway, path = SequenceGateway(), "/v1/completions"
+    timeouts = TimeoutOptions((RuleTimeout("a rule", (path,), 30.0, TimeoutAction.REJECT),))
+
+    async def check(scene: Scene) -> None:
+        await asyncio.sleep(100)
+        now = int(asyncio.get_running_loop().time())
+        for number, waited_s in enumerate((42, 5)):
+            turn, until = Turn("chat", number), now + 10**6 + number
+            member = encode_member(f"r-{number}", b"{}", until, created=now - waited_s, extra=turn)
+            scene.store.add_member(member, float(until))
+        await asyncio.sleep(30)
+        results = await read_results(scene)
+        assert results["r-0"]["error_code"] == ErrorCode.DEADLINE_EXCEEDED
+        assert results["r-1"]["error_code"] == ErrorCode.SEQUENCE_ABORTED
+        assert gateway.sent == []
+
+    run_in_scene(check, gateway, Options(RETRY, default_path=path, of_features=index_options(timeouts)))
 
 
 def test_turn_is_kept_during_retries_and_exhausted_retries_abort_the_sequence() -> None:

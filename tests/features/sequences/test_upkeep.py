@@ -15,10 +15,11 @@ from dispatcher.features.slices.progress import Progress, Stage, encode_progress
 from dispatcher.queue.contract import Permit, Release, Settlement
 from dispatcher.requests.outcomes.outcome import Delivered
 from dispatcher.telemetry.events import Event
+from tests.features.memory_queue import MemoryQueue
+from tests.features.scene import Scene, run_in_scene
+from tests.features.sequences.sequence_scene import SequenceGateway, build_turns, submit_turns
 from tests.kernel.faults import Fault, inject
-from tests.kernel.scene import Scene, run_in_scene
-from tests.kernel.sequence_scene import SequenceGateway, build_turns, read_results, submit_turns
-from tests.memory_queue import MemoryQueue
+from tests.kernel.scene import read_results
 
 
 def test_remaining_request_that_raises_an_exception_holds_up_no_other() -> None:

@@ -12,9 +12,9 @@ from dispatcher.features.sequences.turns import CarryMode, Turn
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.lab.standin.generation_api import GenerationConfig
 from dispatcher.requests.request import Request
+from tests.features.scene import Scene, run_in_scene
 from tests.features.slices.generation_gateway import GenerationGateway
 from tests.features.slices.slice_scene import CHAT, build_options, build_payload, submit, wait_for_results
-from tests.kernel.scene import Scene, run_in_scene
 
 
 @dataclass

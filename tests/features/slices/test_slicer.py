@@ -32,6 +32,9 @@ from dispatcher.requests.result import PoppedResult
 from dispatcher.requests.score import compute_score
 from dispatcher.requests.submission import Submission
 from dispatcher.telemetry import catalogue as series
+from tests.features.memory_queue import MemoryQueue
+from tests.features.models.model_scene import change_models, update_listings
+from tests.features.scene import Scene, run_in_scene
 from tests.features.slices.generation_gateway import GenerationGateway, generate_whole
 from tests.features.slices.slice_scene import (
     CHAT,
@@ -47,9 +50,6 @@ from tests.features.slices.slice_scene import (
     wait_for_calls,
     wait_for_results,
 )
-from tests.kernel.model_scene import change_models, update_listings
-from tests.kernel.scene import Scene, run_in_scene
-from tests.memory_queue import MemoryQueue
 from tests.queue.factories import claim
 
 

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from dispatcher.features.models.registry import PinRequest
+from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.queue.contract import Overload, Permit, Release, Settlement
 from dispatcher.requests.submission import QueueUnavailableError
-from tests.memory_queue import MemoryQueue, MemoryStore
+from tests.memory_queue import MemoryStore
 
 
 class Clock:
@@ -134,64 +134,3 @@ async def test_entries_of_moved_requests_do_not_accumulate() -> None:
         store.queue.claims_by_nonce,
     )
     assert max(len(one) for one in kept_entries) < 15_000
-
-
-async def test_model_registry_entries_expire_by_the_given_clock() -> None:
-    clock = Clock()
-    store = MemoryStore(clock, unix_origin=1_700_000_000)
-    first, second = MemoryQueue(store, "one"), MemoryQueue(store, "two")
-    first_warm_up, second_warm_up = ("qwen-v1", "10.0.0.1:8000"), ("qwen-v2", "10.0.0.1:8000")
-    await first.mark_warm(*first_warm_up)
-    await first.take_warm_up_lock(*second_warm_up)
-    await first.refresh_warm_markers((), (), ["qwen-v1"])
-    await first.pin_versions([PinRequest("chat-7", "v1", (), 45)])
-    await store.drain_version("qwen-v1", "ada", "why")
-    assert (await store.read_model_registry()).drained_models == {
-        "qwen-v1": "by ada since 2023-11-14 22:30:00 UTC: why"
-    }
-    observations = []
-    for _ in range(5):
-        registry = await store.read_model_registry()
-        pins = await second.pin_versions([PinRequest("chat-7", "v2", ["v1"], 45)])
-        observations.append(
-            (
-                set(registry.models_in_use),
-                await second.take_warm_up_lock(*second_warm_up),
-                list(pins),
-                set(registry.warm_markers),
-            )
-        )
-        await second.release_warm_up_lock(*second_warm_up)
-        clock.now += 14.75 if len(observations) % 2 else 0.25
-    assert observations == [
-        ({"qwen-v1"}, False, ["v1"], {first_warm_up}),
-        ({"qwen-v1"}, False, ["v1"], {first_warm_up}),
-        (set(), False, ["v1"], {first_warm_up}),
-        (set(), False, ["v1"], {first_warm_up}),
-        (set(), True, ["v1"], {first_warm_up}),
-    ]
-    clock.now = 1059.75
-    assert (await second.refresh_warm_markers((), (), ())).warm_markers == {first_warm_up}
-    clock.now = 1060
-    assert (await second.refresh_warm_markers([first_warm_up], (), ())).warm_markers == set()
-    clock.now = 1075
-    assert await second.pin_versions([PinRequest("chat-7", "v2", ["v1"], 45)]) == ["v2"]
-
-
-async def test_unavailable_store_fails_every_call_of_the_model_registry() -> None:
-    store = MemoryStore(Clock())
-    queue = MemoryQueue(store, "one")
-    store.outage_message = "away"
-    for operation in (
-        lambda: queue.refresh_warm_markers((), (), ()),
-        lambda: queue.take_warm_up_lock("a", "b"),
-        lambda: queue.mark_warm("a", "b"),
-        lambda: queue.release_warm_up_lock("a", "b"),
-        lambda: queue.pin_versions([]),
-        lambda: store.read_model_registry(),
-        lambda: store.set_label("a", "b", "c", "ada"),
-        lambda: store.drain_version("a", "ada"),
-        lambda: store.undrain_version("a"),
-    ):
-        with pytest.raises(QueueUnavailableError, match="away"):
-            await operation()

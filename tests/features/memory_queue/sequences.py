@@ -22,12 +22,10 @@ from dispatcher.lab.memory_queue.entries import Entry, Location
 from dispatcher.queue.contract import Extra, Lease, UnleasedRequest
 from dispatcher.queue.lua_files import FEATURE_CONSTANTS as LIMITS
 from dispatcher.requests.lanes import Lane
-from dispatcher.requests.request import Request, parse_member
-from tests.memory_queue import admin_steps
-from tests.memory_queue.sequence_runs import CancelMark, SequenceRecord
+from tests.features.memory_queue.sequence_runs import CancelMark, SequenceRecord
 
 if TYPE_CHECKING:
-    from tests.memory_queue import FeatureQueueState
+    from tests.features.memory_queue import FeatureQueueState
 
 
 def claim_turns(
@@ -128,18 +126,16 @@ def abort_sequence(queue: FeatureQueueState, name: str, why: str) -> bool:
 
 def cancel_sequence(
     queue: FeatureQueueState, name: str, submitted_until: float | None, claimed_within_s: float
-) -> bool:
+) -> int | None:
+    """Cancel a sequence, and return what `SequenceTable.cancel_sequence` returns. The caller cancels the
+    entry."""
     now = queue.pool.clock()
     mark = CancelMark(
         queue.pool.unix_now() if submitted_until is None else submitted_until, now + claimed_within_s
     )
     next_entry = queue.sequences.cancel_sequence(name, mark, now)
-    if next_entry:
-        request = parse_member(queue.entries[next_entry].member)
-        if isinstance(request, Request) and request.token:
-            admin_steps.cancel_request(queue, request.id, request.token, is_token_known=True)
-    _return_and_wake(queue, done=True)
-    return next_entry is not None
+    return_ready_entries(queue)
+    return next_entry
 
 
 def forget_sequence(queue: FeatureQueueState, name: str) -> bool | None:

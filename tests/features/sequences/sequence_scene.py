@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +12,8 @@ from dispatcher.gateway.contract import AttemptResult
 from dispatcher.requests.outcomes.outcome import Delivered, Outcome
 from dispatcher.requests.request import Request, encode_member
 from dispatcher.requests.submission import Submission
-from tests.kernel.scene import AnsweringGateway, Scene
+from tests.features.scene import Scene
+from tests.kernel.scene import AnsweringGateway
 
 
 class SequenceGateway(AnsweringGateway):
@@ -82,9 +82,3 @@ async def submit_turns(scene: Scene, turns: Sequence[tuple[str, Turn | None]], b
 def build_turns(sequence_id: str, count: int, **fields: Any) -> list[tuple[str, Turn | None]]:
     """Return the ids and turns of the first requests of a sequence."""
     return [(f"{sequence_id}-{index}", Turn(sequence_id, index, **fields)) for index in range(count)]
-
-
-async def read_results(scene: Scene) -> dict[str, dict[str, Any]]:
-    """Return all results of the default list by the id of their request."""
-    results = [json.loads(each) for each in scene.store.list_results()]
-    return {result["id"]: result for result in results}

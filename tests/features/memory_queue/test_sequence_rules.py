@@ -4,36 +4,24 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import replace
 from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dispatcher.features.sequences.decisions import (
-    SequenceCounters,
-    SequenceTerms,
-    TurnGranted,
-    TurnRejected,
-    TurnWaits,
-)
+from dispatcher.features.sequences.decisions import SequenceTerms, TurnGranted, TurnRejected, TurnWaits
 from dispatcher.features.sequences.queue.turn_end import TurnEnd
-from dispatcher.features.sequences.turns import (
-    OnError,
-    SequenceStatus,
-    Turn,
-)
-from tests.memory_queue.sequence_rules import SequenceTable
-from tests.memory_queue.sequence_runs import CancelMark
+from dispatcher.features.sequences.turns import OnError, Turn
+from tests.features.memory_queue.sequence_rules import SequenceTable
+from tests.features.memory_queue.sequence_runs import CancelMark
 
-TERMS = SequenceTerms(max_idle_s=100, max_age_s=1000, max_waiting=5, gap_s=60)
 UNMARKED = CancelMark(cancelled_at=0, expires_at=0)
 
 
 class Sequences:
     """Sequence table with the entries of a queue and the state of each."""
 
-    def __init__(self, terms: SequenceTerms = TERMS) -> None:
+    def __init__(self, terms: SequenceTerms) -> None:
         self.table = SequenceTable()
         self.table.set_terms(terms)
         self.now = 0.0
@@ -67,14 +55,12 @@ class Sequences:
             assert entry not in self.claimable
             self.claimable.add(entry)
 
-    def end_request(
-        self, entry: int, *, failed: bool = False, with_turn_end: bool = True, **session: str
-    ) -> None:
+    def end_request(self, entry: int, *, failed: bool = False, with_turn_end: bool = True) -> None:
         turn = self.turns.pop(entry)
         self.claimable.discard(entry)
         if self.in_flight.get(turn.id) == entry:
             del self.in_flight[turn.id]
-        end = TurnEnd(turn, has_failed=failed, cause="it broke" if failed else "", **session)  # type: ignore[arg-type]
+        end = TurnEnd(turn, has_failed=failed, cause="it broke" if failed else "")
         self.table.end_request(entry, end if with_turn_end else None, self.now)
         self.collect_ready_entries()
 
@@ -82,113 +68,6 @@ class Sequences:
         self.now += after_s
         self.table.sweep_due(self.now)
         self.collect_ready_entries()
-
-    def submit_and_claim(self, *indexes: int | None) -> list[TurnGranted | TurnWaits | TurnRejected]:
-        """Add requests of one sequence and claim their turns."""
-        return [self.claim_turn(self.add_request("s", index)) for index in indexes]
-
-    @property
-    def status(self) -> SequenceStatus | None:
-        record = self.table.records.get("s")
-        return None if record is None else record.status
-
-
-def test_times_run_out_exactly_when_configured() -> None:
-    for passed_s, status in ((99.9, SequenceStatus.OPEN), (100.0, None)):
-        sequences = Sequences()
-        sequences.submit_and_claim(0)
-        sequences.end_request(1)
-        sequences.sweep(passed_s)
-        assert sequences.status is status
-    for passed_s, claimable in ((59.9, set[int]()), (60.0, {1})):
-        sequences = Sequences()
-        sequences.submit_and_claim(1)
-        sequences.sweep(passed_s)
-        assert sequences.claimable == claimable
-    for passed_s, ended_count in ((999.9, 1), (1000.0, 0)):
-        sequences = Sequences()
-        sequences.submit_and_claim(0, 1)
-        sequences.now = passed_s
-        sequences.end_request(1)
-        assert sequences.table.records["s"].ended_count == ended_count, (
-            "an old run ends with the request in flight"
-        )
-
-
-def test_sequence_that_waits_in_a_gap_is_not_idle_but_ages() -> None:
-    sequences = Sequences(SequenceTerms(max_idle_s=10, max_age_s=1000, gap_s=10_000))
-    sequences.submit_and_claim(0, 2)
-    sequences.end_request(1)
-    sequences.sweep(999)
-    assert sequences.claimable == set()
-    sequences.sweep(1)
-    assert sequences.claimable == {2}, "the waiting request begins the next run"
-
-
-def test_request_of_a_forgotten_sequence_can_claim_its_turn_anew() -> None:
-    sequences = Sequences()
-    sequences.submit_and_claim(0)
-    sequences.table.records.clear()
-    assert sequences.claim_turn(1) == TurnGranted(0, "", b"", True)
-
-
-def test_end_of_a_request_of_a_forgotten_sequence_is_ignored() -> None:
-    sequences = Sequences()
-    sequences.submit_and_claim(0)
-    sequences.table.records.clear()
-    sequences.end_request(1)
-    assert not sequences.table.records
-
-
-def test_snapshot_of_a_sequence_shows_its_state() -> None:
-    sequences = Sequences()
-    sequences.submit_and_claim(0, 2, 3, 4)
-    sequences.end_request(3)
-    snapshot = sequences.table.records["s"].make_snapshot(1)
-    assert (
-        snapshot.expected_index,
-        snapshot.next_entry,
-        snapshot.waiting_count,
-        snapshot.run_count,
-        snapshot.waiting_requests,
-    ) == (1, 1, 2, 1, [(2, 2)])
-    assert (snapshot.began_at, snapshot.gap_since, snapshot.has_token, snapshot.conversation_bytes) == (
-        0.0,
-        None,
-        False,
-        0,
-    )
-
-
-def test_release_and_cancel_of_an_unknown_or_ended_sequence_do_nothing() -> None:
-    sequences = Sequences()
-    assert not sequences.table.release_sequence("s", 0.0)
-    assert sequences.table.cancel_sequence("s", UNMARKED, 0.0) is None
-    sequences.submit_and_claim(0)
-    sequences.end_request(1, failed=True)
-    assert sequences.table.cancel_sequence("s", UNMARKED, 0.0) is None, "the sequence is aborted already"
-
-
-def test_request_that_ended_before_its_turn_is_recorded_only_if_others_would_wait_for_it() -> None:
-    table_without_terms = SequenceTable()
-    table_without_terms.end_request(1, TurnEnd(Turn("s", 0), has_failed=True), 0.0)
-    assert not table_without_terms.records, "the table has no settings yet"
-    sequences = Sequences(SequenceTerms(max_active=1))
-    sequences.end_request(sequences.add_request("s"))
-    assert sequences.status is None, "no request waits for it"
-    sequences.end_request(sequences.add_request("s", 0))
-    assert [type(decision) for decision in sequences.submit_and_claim(0, 1)] == [TurnRejected, TurnGranted]
-    sequences.end_request(sequences.add_request("t", 0))
-    assert "t" not in sequences.table.records, "there is no room for a further sequence"
-    (next_entry,) = sequences.in_flight.values()
-    sequences.end_request(next_entry)
-    sequences.end_request(sequences.add_request("s", 1), failed=True)
-    states = [sequences.status]
-    sequences.end_request(sequences.add_request("s"), failed=True)
-    states.append(sequences.status)
-    assert states == [SequenceStatus.OPEN, SequenceStatus.ABORTED], (
-        "the first of both has an index that has passed already"
-    )
 
 
 class RandomHistory(Sequences):
@@ -312,10 +191,7 @@ def test_every_request_is_answered_and_forgotten_in_every_history(seed: int, ste
 
 
 class EagerHistory(RandomHistory):
-    """History that checks every sequence at each sweep. It loses no request, because a check would notice."""
-
-    def lose_next_request(self) -> None:
-        """Do nothing."""
+    """History that checks every sequence at each sweep."""
 
     def sweep(self, after_s: float = 0.0) -> None:
         self.now += after_s
@@ -345,42 +221,3 @@ def test_check_that_comes_too_early_changes_nothing(seed: int, steps: int) -> No
         assert timely.table.records == eager.table.records
         assert timely.table.counters == eager.table.counters
         assert timely.claimable == eager.claimable
-
-
-def test_forgotten_sequence_leaves_no_state() -> None:
-    sequences = Sequences()
-    assert sequences.table.forget_sequence("s", 0.0) is None
-    for index in (0, 2):
-        sequences.claim_turn(sequences.add_request("s", index, on_error=OnError.HOLD))
-    assert sequences.table.forget_sequence("s", 0.0) is False, "one request runs and one waits"
-    sequences.end_request(1, failed=True)
-    assert sequences.table.forget_sequence("s", 0.0) is False, "one request waits"
-    sequences.end_request(2)
-    assert sequences.table.records["s"].item_count == 1, "the index of the ended request has passed"
-    assert sequences.table.forget_sequence("s", 0.0) is True
-    assert (sequences.table.records, sequences.table.slots, sequences.table.closed_runs) == ({}, {}, {})
-    assert sequences.table.status_counts[SequenceStatus.HELD] == 0
-    assert isinstance(sequences.claim_turn(sequences.add_request("s", 0)), TurnGranted)
-
-
-def test_each_event_is_counted_once() -> None:
-    sequences = Sequences(replace(TERMS, refuse_after_end=True))
-    sequences.submit_and_claim(0, 2)
-    sequences.end_request(1)
-    sequences.sweep(59)
-    assert sequences.table.counters == SequenceCounters()
-    sequences.sweep(1)
-    sequences.sweep(60)
-    assert sequences.table.counters == SequenceCounters(gaps=1)
-    sequences.end_request(2)
-    sequences.sweep(99)
-    assert sequences.table.counters.idle == 0
-    sequences.sweep(1)
-    assert sequences.table.records["s"].status is SequenceStatus.ENDED
-    sequences.sweep(500)
-    assert sequences.table.records == {}, "the ended sequence is forgotten without being counted"
-    assert sequences.table.counters == SequenceCounters(gaps=1, idle=1)
-    sequences.claim_turn(old_entry := sequences.add_request("old"))
-    sequences.sweep(1000)
-    sequences.end_request(old_entry)
-    assert sequences.table.counters == SequenceCounters(gaps=1, idle=1, aged=1)

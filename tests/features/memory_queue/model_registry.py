@@ -92,7 +92,7 @@ class MemoryModelRegistry:
         for pair in filter_valid_pairs([(model, endpoint)]) if is_warm else ():
             self.warm_until[pair] = now + WARM_MARKER_S
 
-    def pin_versions(self, now: float, pins: Sequence[PinRequest], max_pins: int = MAX_PINS) -> list[str]:
+    def pin_versions(self, now: float, pins: Sequence[PinRequest]) -> list[str]:
         given = []
         for each in pins:
             # The pop moves the pin to the end of the order by last use.
@@ -101,7 +101,7 @@ class MemoryModelRegistry:
                 version = each.proposed_version
             self.pins[each.key] = now + max(0.0, min(each.keep_s, MAX_PIN_S)), version
             given.append(version)
-        while self.pins and (len(self.pins) > max_pins or next(iter(self.pins.values()))[0] <= now):
+        while self.pins and (len(self.pins) > MAX_PINS or next(iter(self.pins.values()))[0] <= now):
             self.pins.popitem(last=False)
         return given
 

@@ -1,6 +1,6 @@
-"""Queue in memory with all features, for tests of dispatchers in virtual time and for the model tests.
+"""Queue in memory with sequences and models, for dispatchers in virtual time and for the model tests.
 
-It adds sequences and models to the queue of the simulator. What they promise is proved on the scripts.
+What sequences and models promise is proved on the scripts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dispatcher.features.sequences.decisions import SequenceCounters, SequenceCo
 from dispatcher.features.sequences.queue.calls import RemainingRequest
 from dispatcher.features.sequences.queue.steps import ClaimTurnsResult
 from dispatcher.features.sequences.turns import SequenceSnapshot, Turn
-from dispatcher.lab import memory_queue as plain
+from dispatcher.lab.memory_queue import MemoryQueue as PlainQueue
 from dispatcher.lab.memory_queue.entries import Entry, Location
 from dispatcher.lab.memory_queue.state import QueueState
 from dispatcher.lab.memory_queue.steps import is_cancelled
@@ -25,10 +25,11 @@ from dispatcher.queue.constants import CANCEL_TTL_S
 from dispatcher.queue.contract import Lease, Release, Settlement
 from dispatcher.requests.lanes import Lane, shorten_model_name
 from dispatcher.requests.queue_counts import QueueCounts
-from dispatcher.requests.submission import Submission
-from tests.memory_queue import admin_steps, sequences
-from tests.memory_queue.model_registry import MemoryModelRegistry
-from tests.memory_queue.sequence_rules import SequenceTable
+from dispatcher.requests.request import Request, parse_member
+from tests.features.memory_queue import sequences
+from tests.features.memory_queue.model_registry import MemoryModelRegistry
+from tests.features.memory_queue.sequence_rules import SequenceTable
+from tests.memory_queue import MemoryStore as PlainStore
 
 T = TypeVar("T")
 
@@ -85,11 +86,8 @@ class FeatureQueueState(QueueState):
         self.sequences.shift_checks(delta_s)
 
 
-class MemoryStore(plain.MemoryStore):
-    """The queue as producers and operators use it. Has those calls that the tests of dispatchers need.
-
-    While `outage_message` is set, every call of every owner raises QueueUnavailableError with it.
-    """
+class MemoryStore(PlainStore):
+    """The queue as producers and operators use it, with those calls of features that the tests need."""
 
     queue_type = FeatureQueueState
     queue: FeatureQueueState
@@ -99,55 +97,9 @@ class MemoryStore(plain.MemoryStore):
         itself: Any = self
         return cast("T", itself)
 
-    @property
-    def outage_message(self) -> str | None:
-        return self.pool.outage_message
-
-    @outage_message.setter
-    def outage_message(self, why: str | None) -> None:
-        self.pool.outage_message = why
-
-    def pop_result(self, name: str = "") -> bytes | None:
-        """Take a result like RPOP of a consumer. Without a name, from the default list."""
-        results = self.result_lists.get(name or self.default_result_list)
-        return results.pop() if results else None
-
-    def list_results(self) -> list[bytes]:
-        """Return the results of the default list, oldest first."""
-        return list(reversed(self.result_lists.get(self.default_result_list, ())))
-
-    async def submit(self, submissions: Sequence[Submission]) -> int:
-        self.pool.check_available()
-        return admin_steps.submit(self.queue, submissions)
-
-    async def cancel_request(
-        self, request_id: str, request_token: str = "", *, is_token_known: bool = False
-    ) -> bool:
-        self.pool.check_available()
-        return admin_steps.cancel_request(
-            self.queue, request_id, request_token, is_token_known=is_token_known
-        )
-
-    async def pause(self, who: str, why: str) -> None:
-        self.pool.check_available()
-        self.pool.pause = (who, why)
-        self.pool.wake_dispatchers()
-
-    async def resume(self) -> None:
-        self.pool.check_available()
-        self.pool.pause = None
-        self.pool.wake_dispatchers()
-
-    async def count_requests(self) -> QueueCounts:
-        self.pool.check_available()
-        return self.queue.count_requests()
-
     def _get_queue(self) -> FeatureQueueState:
         self.pool.check_available()
         return self.queue
-
-    async def count_waiting_by_model(self) -> Mapping[str, int]:
-        return self._get_queue().count_waiting_by_model()
 
     async def get_sequence(self, sequence_id: str) -> SequenceSnapshot | None:
         return sequences.get_sequence(self._get_queue(), sequence_id)
@@ -161,7 +113,14 @@ class MemoryStore(plain.MemoryStore):
     async def cancel_sequence(
         self, sequence_id: str, submitted_until: float | None = None, claimed_within_s: float = CANCEL_TTL_S
     ) -> bool:
-        return sequences.cancel_sequence(self._get_queue(), sequence_id, submitted_until, claimed_within_s)
+        queue = self._get_queue()
+        next_entry = sequences.cancel_sequence(queue, sequence_id, submitted_until, claimed_within_s)
+        if next_entry:
+            request = parse_member(queue.entries[next_entry].member)
+            if isinstance(request, Request) and request.token:
+                await self.cancel_request(request.id, request.token, is_token_known=True)
+        self.pool.wake_dispatchers()
+        return next_entry is not None
 
     async def forget_sequence(self, sequence_id: str) -> bool | None:
         return sequences.forget_sequence(self._get_queue(), sequence_id)
@@ -182,7 +141,7 @@ class MemoryStore(plain.MemoryStore):
         return self._get_queue().model_registry.undrain_version(model)
 
 
-class MemoryQueue(plain.MemoryQueue):
+class MemoryQueue(PlainQueue):
     """The queue as one dispatcher uses it."""
 
     store: MemoryStore

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,8 @@ from dispatcher.kernel import Options
 from dispatcher.requests.request import encode_member
 from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.events import Event
-from tests.kernel.scene import Scene, find_part
+from tests.features.scene import Scene
+from tests.kernel.scene import find_part
 
 MODEL_NOT_FOUND_BODY = (
     b'{"object":"error","message":"The model `%s` does not exist.","type":"NotFoundError","param":"model"}'
@@ -60,12 +60,6 @@ async def submit_requests(
             for request_id, member in zip(request_ids, members, strict=True)
         ]
     )
-
-
-async def read_results(scene: Scene) -> dict[str, dict[str, Any]]:
-    """Return all results of the default list by the id of their request."""
-    results = [json.loads(each) for each in scene.store.list_results()]
-    return {result["id"]: result for result in results}
 
 
 def list_version_states(scene: Scene, version: str) -> list[str]:
