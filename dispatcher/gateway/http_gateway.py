@@ -110,13 +110,13 @@ class _WatchedValue(Generic[T]):
 class _Plan:
     """Values derived from the options that are the same for all requests."""
 
-    def __init__(self, options: GatewaySettings, subset_header: str, session_headers: Iterable[str]) -> None:
+    def __init__(self, options: GatewaySettings, subset_header: str, reserved_headers: Iterable[str]) -> None:
         self.is_secure = options.url.scheme == "https"
         self.timeout_s = options.timeout_s
         self.max_response_bytes = options.max_response_bytes
         self.inference_ttl_s = options.inference_ttl_s
         self.route = Route(
-            options, user_agent=USER_AGENT, subset_header=subset_header, session_headers=session_headers
+            options, user_agent=USER_AGENT, subset_header=subset_header, reserved_headers=reserved_headers
         )
         self.basic_authorization = options.url.authorization_header
         self._base = options.url.without_credentials.rstrip("/")
@@ -137,19 +137,19 @@ class HttpGateway:
     """
 
     def __init__(
-        self, options: GatewaySettings, *, subset_header: str = "", session_headers: Iterable[str] = ()
+        self, options: GatewaySettings, *, subset_header: str = "", reserved_headers: Iterable[str] = ()
     ) -> None:
         self._transports = TransportRotation()
         self._attempts: dict[str, AttemptProgress] = {}
         self.buffers = AnswerBufferPool(options.max_buffered_bytes, options.max_response_bytes)
         self._options: GatewaySettings | None = None
-        self.reconfigure(options, subset_header=subset_header, session_headers=session_headers)
+        self.reconfigure(options, subset_header=subset_header, reserved_headers=reserved_headers)
 
     def reconfigure(
-        self, options: GatewaySettings, *, subset_header: str = "", session_headers: Iterable[str] = ()
+        self, options: GatewaySettings, *, subset_header: str = "", reserved_headers: Iterable[str] = ()
     ) -> None:
         """Use these options from the next request on. The names of headers are passed to `Route`."""
-        self._plan = _Plan(options, subset_header, session_headers)
+        self._plan = _Plan(options, subset_header, reserved_headers)
         self.buffers.set_limits(options.max_buffered_bytes, options.max_response_bytes)
         before, self._options = self._options, options
         if before is None or before.token_file != options.token_file:

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 from dispatcher.kernel import completions
 from dispatcher.kernel.claimed_request import ClaimedLeases
+from dispatcher.kernel.flush import ClaimByFlush
 from dispatcher.kernel.queue_access import explain_empty_claim, loop_time
 from dispatcher.kernel.queue_steps import QueueStep
 from dispatcher.queue.contract import Permit
 
 if TYPE_CHECKING:
     from dispatcher.kernel.context import KernelContext
-    from dispatcher.kernel.flush import ClaimedByFlush, CompletionFlusher
+    from dispatcher.kernel.flush import CompletionFlusher
     from dispatcher.kernel.lanes import LaneRules
     from dispatcher.kernel.outcome_judge import OutcomeJudge
     from dispatcher.kernel.pipeline import RequestPipeline
@@ -43,7 +44,7 @@ class Claimer:
         self._flusher = flusher
         self._pipeline = pipeline
         self._claim_nonce = self._probe_nonce = ""
-        """Nonce of a claim or probe whose reply was lost: the next one repeats it."""
+        """Nonce of a claim or probe whose reply was lost, or not processed: the next one repeats it."""
         self._claim_asked_at = self._probe_asked_at = 0.0
         """Time at which it was asked for the first time."""
         self.next_grant_at: float | None = None
@@ -65,7 +66,7 @@ class Claimer:
                 - self._limiter.other_owners_units
                 - self._count_outside_units()
             )
-            if free_units <= 0 or not self._access.has_work:
+            if free_units <= 0 or not (self._access.has_work or self._claim_nonce):
                 return
             if self._limiter.has_send_pace:
                 grant = self._limiter.grant_units(at, free_units)
@@ -145,9 +146,12 @@ class Claimer:
                 load.allow_probe(claim_result, allowance.probe_limit)
         self._limiter.record_probe(loop_time(), has_other_requests=self._access.has_claimable_requests)
 
-    def permit_claim_by_flush(self) -> Permit | None:
-        """Return the permit to claim requests with a flush. `None` if a claim now would be impossible or
-        different: a probe, a repetition, one by one."""
+    def begin_claim_by_flush(self) -> ClaimByFlush | None:
+        """Return a claim to be made with a flush. `None` if a claim now would be impossible or different: a
+        probe, a repetition, one by one.
+
+        Unless `start_claimed_by_flush` is called, the next claim repeats it.
+        """
         allowance = self._limiter.get_allowance(loop_time())
         must_claim_otherwise = (
             self._claim_nonce
@@ -155,17 +159,16 @@ class Claimer:
             or self._judge.max_tried_at_once
             or allowance.limit <= 0
         )
-        return None if must_claim_otherwise else self.build_permit(allowance)
+        if must_claim_otherwise:
+            return None
+        self._claim_nonce, self._claim_asked_at = next(self._flusher.nonces), self._access.clock()
+        return ClaimByFlush(self._claim_nonce, self._claim_asked_at, self.build_permit(allowance))
 
-    async def start_claimed_by_flush(self, claimed: ClaimedByFlush) -> None:
+    async def start_claimed_by_flush(self, claimed: ClaimedLeases) -> None:
         """Start the requests that came with a flush."""
-        if claimed.claim_result is None:  # the reply was lost: the next claim repeats it
-            self._claim_nonce, self._claim_asked_at = claimed.nonce, claimed.asked_at
-            self._access.has_work = True
-        elif claimed.claim_result.leases:
-            await self._pipeline.start_claimed(
-                ClaimedLeases(claimed.claim_result.leases, claimed.asked_at, claimed.permit, claimed.extras)
-            )
+        self._claim_nonce = ""
+        if claimed.leases:
+            await self._pipeline.start_claimed(claimed)
 
     def build_permit(self, allowance: Allowance) -> Permit:
         """Return the permit for this allowance, with the units outside of leases as taken."""

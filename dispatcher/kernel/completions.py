@@ -59,11 +59,11 @@ def get_extra(completion: Completion) -> Extra | None:
 
 
 def build_error(
-    lease: Lease, request: Request, code: ErrorCode, message: str, *, version: str = ""
+    lease: Lease, request: Request, code: ErrorCode, message: str, *, chosen_model: str = ""
 ) -> Settlement:
-    """Settle the request with an error of the dispatcher. `version` is the model version that it was sent to,
-    if any."""
-    result = encode_failure(request.id, code, message, token=request.token, version=version)
+    """Settle the request with an error of the dispatcher. `chosen_model` is the model that it was sent to,
+    if the dispatcher chose it."""
+    result = encode_failure(request.id, code, message, token=request.token, chosen_model=chosen_model)
     return _build_settlement(lease, request, result, code, f"{code}: {message}")
 
 
@@ -165,14 +165,19 @@ def build_completion(
             return _build_dead_letter(lease, request, decision)
         case Delivered(status, body):
             result = encode_answer(
-                request.id, status, body, result_fields, token=request.token, version=request.version
+                request.id,
+                status,
+                body,
+                result_fields,
+                token=request.token,
+                chosen_model=request.chosen_model,
             )
             failure = "" if 200 <= status < 300 else f"the gateway answered {status}"
             return _build_settlement(lease, request, result, f"{status // 100}xx", failure)
         case Errored(code, message):
-            # `Refused` is decided before sending, so no version has seen the request.
-            version = "" if isinstance(outcome, Refused) else request.version
-            return build_error(lease, request, code, message, version=version)
+            # `Refused` is decided before sending, so no model has seen the request.
+            chosen_model = "" if isinstance(outcome, Refused) else request.chosen_model
+            return build_error(lease, request, code, message, chosen_model=chosen_model)
 
 
 def build_internal_outcome(error: BaseException) -> Failed:
@@ -203,7 +208,7 @@ def _build_dead_letter(lease: Lease, request: Request, decision: MoveToDeadLette
         decision.status,
         decision.body,
         token=request.token,
-        version=request.version,
+        chosen_model=request.chosen_model,
     )
     failure = f"{decision.code}: {decision.message}"
     settlement = _build_settlement(lease, request, result, decision.code, failure)

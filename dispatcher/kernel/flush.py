@@ -4,8 +4,8 @@
     claim    requests that may run because of the report come with the reply, which saves a claim: those that
              a feature has freed, and those that have progressed and go on with another call.
 
-A lost reply loses nothing: the completions are reported again, and the next claim returns the leases of the
-lost reply, because it uses the same nonce.
+A lost reply loses nothing, and neither does an exception after a reply: the completions are reported again,
+and the next claim returns the leases of that reply, because it uses the same nonce.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 
 from dispatcher.kernel import completions
+from dispatcher.kernel.claimed_request import ClaimedLeases
 from dispatcher.kernel.completions import Completion
 from dispatcher.kernel.context import KernelContext
 from dispatcher.kernel.error_guard import ErrorGuard
@@ -25,7 +25,6 @@ from dispatcher.kernel.lanes import LaneRules
 from dispatcher.kernel.queue_access import loop_time
 from dispatcher.kernel.queue_steps import FailureCause, QueueStep
 from dispatcher.queue.contract import (
-    ClaimResult,
     DeadLetter,
     EndAndClaimResult,
     Lease,
@@ -42,17 +41,13 @@ about a second."""
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimedByFlush:
-    """Requests that a flush has claimed."""
+class ClaimByFlush:
+    """Claim that is made in the same call as a flush."""
 
     nonce: str
-    """Nonce of the call that flushed and claimed."""
     asked_at: float
+    """Start of the call, by the clock of `LeaseValidity`."""
     permit: Permit
-    claim_result: ClaimResult | None
-    """Reply of the queue. `None` if it is not known: a claim with the same nonce returns it."""
-    extras: Sequence[object] = ()
-    """Facts for a feature that came with the leases, one for each. Empty if there are none."""
 
 
 class CompletionFlusher:
@@ -83,9 +78,13 @@ class CompletionFlusher:
             if not isinstance(completion, Release) or completion.new_score is not None
         )
 
-    async def flush_all(self, get_permit: Callable[[], Permit | None]) -> ClaimedByFlush | None:
-        """Flush all pending completions. `get_permit` returns the permit to claim requests in the same step,
-        or `None` if none may be claimed."""
+    async def flush_all(self, begin_claim: Callable[[], ClaimByFlush | None]) -> ClaimedLeases | None:
+        """Flush all pending completions, and return the requests that were claimed in the same step. `None`
+        if none were, or they are not known.
+
+        `begin_claim` returns the claim for that step, or `None` if nothing may be claimed. A later claim with
+        its nonce returns requests that are not known.
+        """
         # Requests that finish during the calls below are appended to the new list.
         pending, self._context.pending = self._context.pending, []
         if self._flushes_one_by_one:
@@ -98,28 +97,26 @@ class CompletionFlusher:
             queue, claimed = self._access.queue, None
             if settlements:
                 # Only what is left to a feature frees other requests, and the plain call is cheaper.
-                permit = (
-                    get_permit() if any(completion.extra is not None for completion in settlements) else None
-                )
-                if permit is not None:
+                is_freeing = any(completion.extra is not None for completion in settlements)
+                claim = begin_claim() if is_freeing else None
+                if claim is not None:
                     claimed = await self._end_and_claim(
                         QueueStep.SETTLE,
                         settlements,
-                        permit,
-                        partial(queue.settle_and_claim_next, settlements),
+                        claim,
+                        queue.settle_and_claim_next(settlements, claim.nonce, claim.permit),
                     )
                 else:
                     await self._report(QueueStep.SETTLE, settlements, queue.settle(settlements))
             if releases:
-                # A flush claims with one call only, because only one nonce can be repeated.
-                permit = (
-                    get_permit()
-                    if claimed is None and any(each.can_be_claimed_again for each in releases)
-                    else None
-                )
-                if permit is not None:
+                # After a claim with the settlements, `begin_claim` returns `None`: one nonce can be repeated.
+                claim = begin_claim() if any(each.can_be_claimed_again for each in releases) else None
+                if claim is not None:
                     claimed = await self._end_and_claim(
-                        QueueStep.RELEASE, releases, permit, partial(queue.release_and_claim_again, releases)
+                        QueueStep.RELEASE,
+                        releases,
+                        claim,
+                        queue.release_and_claim_again(releases, claim.nonce, claim.permit),
                     )
                 else:
                     await self._report(QueueStep.RELEASE, releases, queue.release(releases))
@@ -188,22 +185,20 @@ class CompletionFlusher:
         self,
         step: QueueStep,
         completions_sent: Sequence[Completion],
-        permit: Permit,
-        call: Callable[[str, Permit], Awaitable[EndAndClaimResult]],
-    ) -> ClaimedByFlush:
-        """Report completions with a call that also claims, with the nonce and the permit that it is given."""
+        claim: ClaimByFlush,
+        call: Awaitable[EndAndClaimResult],
+    ) -> ClaimedLeases | None:
+        """Report completions with a call that also claims. Return what it has claimed, if that is known."""
         access = self._access
-        nonce, asked_at = next(self.nonces), access.clock()
-        reply = await access.call_queue(step, call(nonce, permit))
-        # Keep the nonce: a claim with it returns leases that the queue may have created.
+        reply = await access.call_queue(step, call)
         if reply is None or reply.claim_result is None:
             self._handle_statuses(step, completions_sent, None if reply is None else reply.statuses)
-            return ClaimedByFlush(nonce, asked_at, permit, None)
+            return None
         self._handle_statuses(step, completions_sent, reply.statuses, is_next_known=True)
-        access.record_sign_of_life(asked_at)
+        access.record_sign_of_life(claim.asked_at)
         access.update_from_reply(reply.claim_result)
         access.has_work = access.has_work or reply.claim_result.claimable_count > 0
-        return ClaimedByFlush(nonce, asked_at, permit, reply.claim_result, reply.extras)
+        return ClaimedLeases(reply.claim_result.leases, claim.asked_at, claim.permit, reply.extras)
 
     def _handle_statuses(
         self,

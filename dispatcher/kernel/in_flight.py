@@ -18,7 +18,7 @@ StopReason = Literal["cancelled", "lost", "deadline", "drain", "revoked"]
 
 
 class Call(Protocol):
-    """Record of `RequestMerger` about an attempt that it has created."""
+    """Record of a grouping about an attempt that it has created."""
 
     def release_waiting(self) -> list[InFlightLease]:
         """End the call and those that follow it. Return the leases that waited for them, unless they are also
@@ -38,7 +38,7 @@ class Attempt:
     """Leases that wait for the answer."""
     task: asyncio.Task[None] | None = None
     call: Call | None = None
-    """Call of `RequestMerger`, which then decides what the answer means for each lease. `None` for others."""
+    """Call of the grouping, which then decides what the answer means for each lease. `None` for others."""
     deadline_timer: asyncio.TimerHandle | None = None
     """Timer for leases whose deadline comes before the answer. `None` if there is none."""
     is_follow_up: bool = False

@@ -218,8 +218,8 @@ class Journal:
         self._metrics.count(series.RESULTS, ErrorCode.DEADLINE_EXCEEDED, amount=count)
 
     @_log_errors
-    def record_remaining(self, code: ErrorCode, count: int) -> None:
-        """Record that remaining requests of sequences were answered with this error without being sent."""
+    def record_unsent(self, code: ErrorCode, count: int) -> None:
+        """Record that requests were answered with this error before they were sent."""
         self._metrics.count(series.RESULTS, code, amount=count)
 
     @_log_errors

@@ -158,8 +158,6 @@ class Dispatcher:
             *self.context.hooks.reconfigure,
         ):
             apply_options()
-        lease_validity = self._access.lease_validity
-        lease_validity.lease_s, lease_validity.owner_timeout_s = options.lease_s, options.owner_timeout_s
 
     def wake_up(self) -> None:
         """Start a round, because something has changed that the allowance depends on."""
@@ -248,7 +246,7 @@ class Dispatcher:
         if self.running_count and len(pending) < FLUSH_NOW_COUNT and not self._stop_event.is_set():
             # Requests of a pool often finish together; one call for all is cheaper than one each.
             await asyncio.sleep(FLUSH_DELAY_S)
-        claimed = await self._flusher.flush_all(self._claimer.permit_claim_by_flush)
+        claimed = await self._flusher.flush_all(self._claimer.begin_claim_by_flush)
         if claimed is not None:
             await self._claimer.start_claimed_by_flush(claimed)
 

@@ -119,7 +119,7 @@ class OutcomeJudge:
         # Requests that were sent under an older reading may have caused the refusal.
         read_at = self._limiter.get_allowance(at).read_at
         alone = all(other.claimed_at >= read_at for other in self._in_flight.list_at_gateway())
-        # All leases of a merged call have the same tenant, which is refused once.
+        # All leases of a call have the same tenant, which is refused once.
         refused = {self._get_tenant(entry): entry.lease.refusals > 0 for entry in attempt.leases}
         is_capacity_shortage = [
             self._tenants.record_refusal(tenant, at, read_at, was_refused=was_refused_before, is_alone=alone)

@@ -72,8 +72,8 @@ class RequestPipeline:
         return self._weights.plan_claim(free_units)
 
     async def start_claimed(self, claimed: ClaimedLeases) -> bool:
-        """Start the claimed requests that may be sent. Return True if some wait for their turn or their
-        model."""
+        """Start the claimed requests that may be sent. Return True if some wait for something else than
+        room."""
         # Before the stages, so that all leases are in the table even if a stage raises an exception.
         entries = self._context.in_flight.add_leases(
             claimed.leases, claimed.asked_at, is_probe=claimed.is_probe

@@ -23,8 +23,8 @@ OLD_FAIRNESS_ID = "x-gateway-inference-fairness-id"
 REQUEST_ID = "x-request-id"
 AFFINITY_ID = "x-session-id"
 AFFINITY_TOKEN = "x-session-token"  # noqa: S105 -- the name of a header
-"""Header of llm-d's session affinity: in an answer the server that it came from, in a request the server to
-use."""
+"""Header by which llm-d keeps requests at one server: in an answer the server that it came from, in a request
+the server to use."""
 INFERENCE_TTL = "x-llm-d-inference-ttl"
 """Request header: longest time to wait in the endpoint picker, as a Go duration (llm-d-router#2649)."""
 QUEUE_DURATION = "x-llm-d-flow-queue-duration-ms"

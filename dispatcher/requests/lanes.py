@@ -27,8 +27,7 @@ SUSPECT_DEATHS = 2
 others."""
 
 MAX_MODEL_NAME_BYTES = 256
-"""Number of UTF-8 bytes of a model's name that are kept as the name under which requests wait for the
-model."""
+"""Number of UTF-8 bytes of a model's name that the queue stores."""
 
 
 class Lane(enum.Enum):
@@ -40,11 +39,9 @@ class Lane(enum.Enum):
     SUSPECTS = "suspects"
     """The owners of the request died so often that the request may be the cause."""
     SEQUENCED = "sequenced"
-    """The request waits for its turn in its sequence. Closed: the end of the previous request moves it
-    out."""
+    """An earlier request has to end first. Closed: the end of the earlier request moves it out."""
     WAITING_FOR_MODEL = "waiting-for-model"
-    """The model of the request is not served. Closed: `ModelCalls.return_waiting_for_models` moves it out
-    once the model is served."""
+    """The model of the request is not served. Closed: the owner that sees the model served moves it out."""
     STARTED = "started"
     """Earlier calls have generated a part of the answer (`Release.progress`), and the request waits for its
     next call. It goes before all requests of its priority that have not started."""
@@ -60,19 +57,9 @@ def compute_lane_room(lanes: Mapping[Lane, int]) -> dict[Lane, int]:
     return {lane: 0 if lane in CLOSED_LANES else max(0, lanes.get(lane, 0)) for lane in ONE_PER_LANE}
 
 
-def choose_lane(
-    deaths: int, *, waits_for_turn: bool = False, waits_for_model: bool = False, has_progress: bool = False
-) -> Lane | None:
-    """Return the lane of a request whose owners died this often. `None` if it waits with all other requests.
-
-    `waits_for_turn`: the request waits for its turn in a sequence. `waits_for_model`: the request waits for
-    its model. Afterwards it goes to the lane that it would be in otherwise. `has_progress`: earlier calls
-    have generated a part of its answer.
-    """
-    if waits_for_turn:
-        return Lane.SEQUENCED
-    if waits_for_model:
-        return Lane.WAITING_FOR_MODEL
+def choose_lane(deaths: int, *, has_progress: bool = False) -> Lane | None:
+    """Return the lane from which a claim takes a request whose owners died this often. `None` if the request
+    waits with all others. `has_progress`: earlier calls have generated a part of its answer."""
     if deaths >= SUSPECT_DEATHS:
         return Lane.SUSPECTS
     return Lane.STARTED if has_progress else None
@@ -84,11 +71,10 @@ def rank_in_queue(score: float, lane: Lane | None) -> tuple[float, bool]:
 
 
 def shorten_model_name(model: str) -> str:
-    """Return the name under which requests wait for a model.
+    """Return the name of a model as the queue stores it.
 
     Names longer than MAX_MODEL_NAME_BYTES are cut, and a lone surrogate becomes a question mark, so that
-    every queue accepts the name. Requests for two models with the same shortened name are returned to the
-    queue together.
+    every queue accepts the name. Two models with the same shortened name are one model for the queue.
     """
     name = model.encode(errors="replace")
     return name[:MAX_MODEL_NAME_BYTES].decode(errors="ignore")

@@ -80,7 +80,7 @@ def decide_after_wait(
     if rule.action is TimeoutAction.REJECT:
         why = f"claimed {waited_s:.1f} s after its submission, and {rule.setting} is {rule.timeout_s:g} s"
         return RejectTimedOut(why)
-    # The order inside a sequence is fixed, and the next requests wait for this one.
+    # Others may wait for the end of this request.
     if request.extra is not None:
         return None
     # The score shows that a request was moved before, so that it is moved only once, whichever process claims

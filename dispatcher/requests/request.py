@@ -90,9 +90,9 @@ class Request(msgspec.Struct, frozen=True):
     """Part of the member that a feature has read (`MemberExtra`). `None` for a plain request."""
     affinity: Affinity | None = None
     """Model server that the request needs, set by the dispatcher. Members do not contain it."""
-    version: str = ""
-    """Name of the model version that the request is sent to, set by the dispatcher if it differs from the
-    requested name. Members do not contain it."""
+    chosen_model: str = ""
+    """Name of the model that the request is sent to, set by the dispatcher if the member names another one.
+    Members do not contain it."""
     endpoints: str = ""
     """Model servers that may receive the request, as `ip:port,ip:port`, set by the dispatcher. Empty for any
     server. Members do not contain it."""

@@ -78,12 +78,12 @@ def encode_answer(
     more_fields: Mapping[str, Any] | None = None,
     *,
     token: str = "",
-    version: str = "",
+    chosen_model: str = "",
 ) -> bytes:
     """Return the result of a request that the gateway answered: the body as a string, the request's token,
     and the values of further fields of the result.
 
-    `version` is the model version that the request was sent to, if the dispatcher chose it. A body that is
+    `chosen_model` is the model that the request was sent to, if the dispatcher chose it. A body that is
     UTF-8 is returned unchanged. Bytes that are not UTF-8 are replaced by U+FFFD, and `payload_note`, a field
     that other consumers ignore, says so.
     """
@@ -95,7 +95,7 @@ def encode_answer(
             status,
             payload_note=note,
             request_token=token or None,
-            model_version=version or None,
+            model_version=chosen_model or None,
             **(more_fields or {}),
         )
     )
@@ -109,16 +109,16 @@ def encode_failure(
     body: bytes | None = None,
     *,
     token: str = "",
-    version: str = "",
+    chosen_model: str = "",
 ) -> bytes:
     """Return the result of a request without a final answer, with the last status and body if there were any,
-    and the version that the last attempt was sent to."""
+    and the model that the last attempt was sent to, if the dispatcher chose it."""
     if body:
         text, note = _decode_body(body)
     else:
         text, note = _encode({"error": message}).decode(), None
     return _encode(
-        PoppedResult(request_id, text, status, code, message, note, token or None, version or None)
+        PoppedResult(request_id, text, status, code, message, note, token or None, chosen_model or None)
     )
 
 

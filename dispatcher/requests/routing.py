@@ -60,10 +60,10 @@ class Route:
         *,
         user_agent: str,
         subset_header: str = "",
-        session_headers: Iterable[str] = (),
+        reserved_headers: Iterable[str] = (),
     ) -> None:
         """`subset_header` is the name of the header that lists the model servers a request may go to. Empty
-        for no such header. `session_headers` are the names of the headers that name a sequence or its server.
+        for no such header. `reserved_headers` are the names of further headers that a caller cannot set.
         """
         self._path = options.path
         self._allowed_paths = options.allowed_paths
@@ -79,7 +79,7 @@ class Route:
         """Headers that the operator set. A caller cannot override them."""
         self._subset_header = subset_header.lower()
         self._reserved_headers = self._operator_headers | {
-            normalize_name(name) for name in (subset_header, *session_headers)
+            normalize_name(name) for name in (subset_header, *reserved_headers)
         }
         """Headers that a caller cannot set, even if `allowed_headers` lists them."""
         self._base_headers = {

@@ -209,13 +209,13 @@ class Service:
         self.limiter.set_policy(policy, now)
         self._update_capacity(now)
         self.dispatcher.reconfigure(options)
-        subset_header, headers = settings.endpoints_header, tuple(settings.session_headers.values())
+        subset_header, headers = settings.endpoints_header, tuple(settings.reserved_headers.values())
         if (settings.gateway, subset_header, headers) != (
             before.gateway,
             before.endpoints_header,
-            tuple(before.session_headers.values()),
+            tuple(before.reserved_headers.values()),
         ):
-            self._gateway.reconfigure(settings.gateway, subset_header=subset_header, session_headers=headers)
+            self._gateway.reconfigure(settings.gateway, subset_header=subset_header, reserved_headers=headers)
         if settings.signals != before.signals or settings.budget != before.budget:
             self.poller.reconfigure(new_sources, settings.signals, policy)
         if new_watch is None:
@@ -354,7 +354,7 @@ async def serve(
         gateway = HttpGateway(
             settings.gateway,
             subset_header=settings.endpoints_header,
-            session_headers=settings.session_headers.values(),
+            reserved_headers=settings.reserved_headers.values(),
         )
         await gateway.prepare()
         # Callbacks run in reverse order: the gateway closes after the service, the queue last.

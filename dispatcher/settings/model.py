@@ -362,12 +362,12 @@ class Settings(_FeatureSections):
         return budget
 
     @property
-    def session_headers(self) -> Mapping[str, str]:
+    def reserved_headers(self) -> Mapping[str, str]:
         sections = [(section, value) for section, value in self if isinstance(value, Section)]
         return {
             f"{section}.{key}": name
             for section, value in sections
-            for key, name in value.session_headers.items()
+            for key, name in value.reserved_headers.items()
         }
 
     @property

@@ -19,9 +19,8 @@ class Section(BaseModel):
     )
 
     @property
-    def session_headers(self) -> Mapping[str, str]:
-        """Headers that name a server, or requests that belong together, by the key that names the header. A
-        producer must not set them."""
+    def reserved_headers(self) -> Mapping[str, str]:
+        """Headers that only the dispatcher may set, by the key that names the header."""
         return {}
 
     @property

@@ -170,7 +170,7 @@ async def test_result_has_the_version_that_it_was_sent_to(
     fake_dispatcher: FakeDispatcher, producer: BatchClient
 ) -> None:
     def answer_with_version(request: Request) -> bytes:
-        return encode_answer(request.id, 200, b"{}", token=request.token, version="m-v2")
+        return encode_answer(request.id, 200, b"{}", token=request.token, chosen_model="m-v2")
 
     async with fake_dispatcher.answer_continuously(answer_with_version):
         assert (await producer.submit({})).model_version == "m-v2"

@@ -43,6 +43,8 @@ RESULTS = "batch:{qwen}:results"
 LEASE_S = 30.0
 OWNER_TIMEOUT_S = 20.0
 """Far longer than a test takes on a busy machine."""
+CONNECT_S = 15.0
+"""Time for one connection, and for one call: a busy machine may let a connection wait for seconds."""
 NOW = int(time.time())
 """Unix seconds, for deadlines well before and after it."""
 
@@ -313,10 +315,11 @@ class RedisWorld(World):
             grant(admin, "operator", *more)
         self._owner_queues: list[RedisQueue] = []
         self._other_queues: list[RedisWorld] = []
-        self._raw: Any = connect(server.url)  # with types, each reply would be a union over all protocols
+        # With types, each reply would be a union over all protocols.
+        self._raw: Any = connect(server.url, connect_timeout_s=CONNECT_S)
         self.names = QueueNames(queue, RESULTS, pool=QUEUE)
         self._queue_admin = RedisQueueAdmin(
-            connect(url_of(server, "operator")), self.names, features=features
+            connect(url_of(server, "operator"), connect_timeout_s=CONNECT_S), self.names, features=features
         )
         self.queue_admin = self._queue_admin
 
@@ -333,7 +336,7 @@ class RedisWorld(World):
         max_pending: int = 0,
         poll_s: float = 0.2,
     ) -> RedisQueue:
-        client = connect(url_of(self._server, "dispatcher"))
+        client = connect(url_of(self._server, "dispatcher"), connect_timeout_s=CONNECT_S)
         door = RedisQueue(
             client,
             self.names,
@@ -343,7 +346,7 @@ class RedisWorld(World):
                 owner_timeout_s=timeout_s,
                 max_pending=max_pending,
                 poll_s=poll_s,
-                attempt_timeout_s=15.0,  # a busy machine may let a connection wait for seconds
+                attempt_timeout_s=CONNECT_S,
             ),
             dead_owner_detector=dead_owner_detector,
             features=self._features,

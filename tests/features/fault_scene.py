@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from dispatcher.common.grouping import GroupingRule
+from dispatcher.features.merging.merger import RequestMerger
 from dispatcher.features.merging.options import MergeOptions
 from dispatcher.features.merging.rules import BatchRule, MergeMode
 from dispatcher.features.merging.shapes import SHAPES
@@ -33,7 +34,7 @@ from tests.features.models.model_scene import update_listings
 from tests.features.scene import Scene, run_in_scene
 from tests.features.slices.generation_gateway import GenerationGateway
 from tests.kernel.faults import Fault, count_completions, inject
-from tests.kernel.scene import AnsweringGateway
+from tests.kernel.scene import AnsweringGateway, find_part
 
 EMBEDDINGS, CHAT = "/v1/embeddings", "/v1/chat/completions"
 MAX_ATTEMPTS = 5
@@ -144,6 +145,8 @@ def run_with_faults(check: Callable[[Scene, FeatureGateway], Awaitable[None]], *
         assert scene.limiter.in_flight == 0
         assert (await scene.store.count_requests()).leased == 0
         assert gateway.buffers.used_bytes == 0
+        targets = list(find_part(scene.dispatcher, RequestMerger).targets)
+        assert [(each.in_flight_units, each.in_flight_turns) for each in targets] == [(0, 0)] * len(targets)
         logged = Counter(event for event, _ in scene.events)[Event.INTERNAL_ERROR]
         assert bool(logged) == any(fault.raised_count for fault in faults)
 

@@ -45,8 +45,9 @@ from tests.features.fault_scene import (
 )
 from tests.features.memory_queue import MemoryQueue as QueueWithFeatures
 from tests.features.scene import Scene, run_in_scene
-from tests.kernel.faults import Fault, InjectedError, list_methods
-from tests.kernel.scene import AnsweringGateway
+from tests.features.sequences.sequence_scene import build_turns, submit_turns
+from tests.kernel.faults import Fault, InjectedError, inject, list_methods
+from tests.kernel.scene import AnsweringGateway, read_results
 
 # An exception between two lookups leaves the call of the first one behind.
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
@@ -217,3 +218,19 @@ def test_lease_runs_out_if_the_handling_of_an_exception_raises_another_one(
         assert results[request_id].status_code == 200
 
     run_with_faults(check, first, second)
+
+
+def test_requests_that_a_flush_has_claimed_are_sent_after_an_exception() -> None:
+    """The end of a turn claims the next one in the same call. Without its nonce, the lease of that turn would
+    have to run out first."""
+    fault = Fault(LaneRules, "record_completion", at_call=1, is_active=True)
+
+    async def check(scene: Scene) -> None:
+        await submit_turns(scene, build_turns("s", 2))
+        await asyncio.sleep(5.0)
+        assert fault.raised_count == 1
+        assert sorted(await read_results(scene)) == ["s-0", "s-1"]
+        assert scene.gateway.sent == ["s-0", "s-1"]
+
+    with inject(fault):
+        run_in_scene(check)

@@ -17,8 +17,8 @@ async def gateway_to() -> AsyncIterator[Callable[..., HttpGateway]]:
     made: list[HttpGateway] = []
 
     def make(url: str, **more: Any) -> HttpGateway:
-        session_headers = ("X-Session-Token", "x-session-id")
-        made.append(HttpGateway(options(url, **more), session_headers=session_headers))
+        reserved_headers = ("X-Session-Token", "x-session-id")
+        made.append(HttpGateway(options(url, **more), reserved_headers=reserved_headers))
         return made[-1]
 
     yield make

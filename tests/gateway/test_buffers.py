@@ -35,14 +35,17 @@ async def test_512_answers_of_a_megabyte_stay_within_the_bound_and_all_arrive(
     gateway_to: MakeGateway, form: str
 ) -> None:
     body = b"x" * MB
+    places = asyncio.Semaphore(64)
+    """Requests at the gateway. A busy machine could not open 512 connections in time."""
 
     async def script(connection: Connection) -> None:
-        await connection.receive()
-        if form == "length":
-            await connection.answer(body)
-        else:
-            chunked(connection, body)
-            await connection.writer.drain()
+        while True:
+            await connection.receive()
+            if form == "length":
+                await connection.answer(body)
+            else:
+                chunked(connection, body)
+                await connection.writer.drain()
 
     async with serving(script) as server:
         gateway = gateway_to(server.url, max_response_bytes=4 * MB, max_buffered_bytes=20 * MB)
@@ -50,8 +53,9 @@ async def test_512_answers_of_a_megabyte_stay_within_the_bound_and_all_arrive(
 
         async def one() -> bool:
             nonlocal highest
-            forwarded = await forward(gateway, within_s=300.0)
-            assert forwarded.memory is not None
+            async with places:
+                forwarded = await forward(gateway, within_s=3600.0)
+            assert forwarded.memory is not None, forwarded.outcome
             highest = max(highest, gateway.buffers.used_bytes)
             await asyncio.sleep(0)  # like a queue that stores the result
             forwarded.memory.free_share()

@@ -264,7 +264,7 @@ def test_each_completion_names_its_lease() -> None:
 def test_result_of_a_sent_request_names_the_model_version(
     outcome: Outcome, attempts: int, version: str | None
 ) -> None:
-    sent = replace(REQUEST, version="m-v2")
+    sent = replace(REQUEST, chosen_model="m-v2")
     completion = completions.build_completion(
         lease(7, failed_attempts=attempts), sent, outcome, 0.0, POLICY, rand=0.5
     )
@@ -274,7 +274,7 @@ def test_result_of_a_sent_request_names_the_model_version(
 
 
 def test_result_of_an_unsent_request_names_no_version() -> None:
-    sent = replace(REQUEST, version="m-v2")
+    sent = replace(REQUEST, chosen_model="m-v2")
     for settlement in (
         completions.build_cancellation(LEASE, sent),
         completions.build_deadline_error(LEASE, sent),

@@ -500,12 +500,10 @@ def test_new_settings_apply_to_all_parts_and_a_new_address_is_unverified() -> No
     async def check(scene: Scene) -> None:
         dispatcher = scene.dispatcher
         verified = dispatcher._judge._gateway_record = GatewayRecord(is_verified=True)
-        changed = Options(RetryPolicy(max_attempts=2), lease_s=60.0, owner_timeout_s=9.0)
+        changed = Options(RetryPolicy(max_attempts=2))
         dispatcher.reconfigure(changed)
         assert dispatcher._judge._gateway_record is verified
         assert dispatcher.context.options is changed
-        lease_validity = dispatcher._access.lease_validity
-        assert (lease_validity.lease_s, lease_validity.owner_timeout_s) == (60.0, 9.0)
         dispatcher.reconfigure(replace(changed, gateway_url="http://elsewhere"))
         assert dispatcher._judge._gateway_record == GatewayRecord()
 

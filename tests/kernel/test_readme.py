@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import Any
 
 from dispatcher.kernel import Dispatcher, Journal, Options
 from dispatcher.lab.memory_queue import MemoryQueue
@@ -13,12 +12,10 @@ from dispatcher.requests.outcomes.outcome import RetryPolicy
 from dispatcher.requests.request import encode_member
 from dispatcher.requests.result import decode_result
 from dispatcher.telemetry.metrics import Metrics
+from tests.kernel.readme_example import CODE, README, build_hooks
 from tests.kernel.scene import HeaderGateway, open_limiter
 from tests.memory_queue import MemoryStore
-from tests.paths import PACKAGE
 from tests.structure.symbols import find_symbols
-
-README = (PACKAGE / "kernel" / "README.md").read_text()
 
 
 def test_plain_request_is_described_in_ten_steps_through_ten_files_of_the_kernel() -> None:
@@ -32,10 +29,7 @@ def test_plain_request_is_described_in_ten_steps_through_ten_files_of_the_kernel
 
 
 def test_feature_of_the_readme_adds_a_header_and_counts() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len([line for line in code.splitlines() if line.strip()]) <= 30
-    namespace: dict[str, Any] = {}
-    exec(code, namespace)
+    assert len([line for line in CODE.splitlines() if line.strip()]) <= 30
     gateway = HeaderGateway()
 
     async def main() -> None:
@@ -46,7 +40,7 @@ def test_feature_of_the_readme_adds_a_header_and_counts() -> None:
             open_limiter(),
             Options(RetryPolicy()),
             Journal(Metrics()),
-            build_hooks=lambda context: namespace["TenantHeader"](context).hooks,
+            build_hooks=build_hooks,
         )
         for number, tenant in enumerate(("red", "blue", "red", "")):
             metadata = {"tenant": tenant} if tenant else {}

@@ -253,7 +253,7 @@ async def _release_requests(recorder: Recorder, leases: dict[str, Lease]) -> Non
 async def _settle_requests(recorder: Recorder, leases: dict[str, Lease]) -> None:
     token = "token-of-plain"
     plain = encode_answer(
-        "plain", 200, ANSWER, {"slices": 3, "cached_tokens": 40}, token=token, version="qwen-v2"
+        "plain", 200, ANSWER, {"slices": 3, "cached_tokens": 40}, token=token, chosen_model="qwen-v2"
     )
     merged = [
         encode_answer("merged-1", 200, b"\xff\x00 is no UTF-8", token="token-of-merged-1"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,23 +9,10 @@ from dispatcher.requests.lanes import (
     CLOSED_LANES,
     MAX_MODEL_NAME_BYTES,
     Lane,
-    choose_lane,
     compute_lane_room,
     count_losses,
     shorten_model_name,
 )
-
-
-@pytest.mark.parametrize("deaths", [0, 1, 2, 5])
-def test_waiting_for_a_turn_or_a_model_takes_precedence_over_the_number_of_deaths(deaths: int) -> None:
-    expected = Lane.SUSPECTS if deaths >= 2 else None
-    assert choose_lane(deaths) is expected
-    assert choose_lane(deaths, waits_for_model=True) is Lane.WAITING_FOR_MODEL
-    assert (
-        choose_lane(deaths, waits_for_turn=True)
-        is choose_lane(deaths, waits_for_turn=True, waits_for_model=True)
-        is Lane.SEQUENCED
-    )
 
 
 def test_closed_lanes_have_no_room() -> None:

@@ -427,8 +427,8 @@ def test_failure_is_encoded_as_the_contract_says() -> None:
 
 
 def test_result_names_the_model_version_only_if_there_is_one() -> None:
-    assert json.loads(encode_answer("r", 200, b"{}", version="m-v2"))["model_version"] == "m-v2"
-    failure = encode_failure("r", ErrorCode.RETRIES_EXHAUSTED, "no", version="m-v2")
+    assert json.loads(encode_answer("r", 200, b"{}", chosen_model="m-v2"))["model_version"] == "m-v2"
+    failure = encode_failure("r", ErrorCode.RETRIES_EXHAUSTED, "no", chosen_model="m-v2")
     assert json.loads(failure)["model_version"] == "m-v2"
     assert "model_version" not in json.loads(encode_failure("r", ErrorCode.RETRIES_EXHAUSTED, "no"))
 
@@ -439,7 +439,7 @@ def test_member_cannot_set_its_version_or_endpoints(field: str) -> None:
     for section in (member, member["data"], member["internal"]):
         section[field] = "mine"
     request = parse_accepted(json.dumps(member).encode())
-    assert (request.version, request.endpoints) == ("", "")
+    assert (request.chosen_model, request.endpoints) == ("", "")
 
 
 def test_failure_after_an_answer_contains_status_and_body() -> None:

@@ -249,9 +249,9 @@ def test_request_id_that_is_not_a_header_value_is_escaped(request_id: str, sent:
 
 
 @pytest.mark.parametrize("name", ["x-session-id", "X_Session_Id", "My-Token", "my_token"])
-def test_caller_cannot_set_the_headers_of_sequences(name: str) -> None:
+def test_caller_cannot_set_reserved_headers(name: str) -> None:
     names = ("My-Token", "x-session-id")
-    route = Route(Options(allowed_headers=["*"]), user_agent="us/1", session_headers=names)
+    route = Route(Options(allowed_headers=["*"]), user_agent="us/1", reserved_headers=names)
     assert route.build_headers(make_request({name: "chat-7"}), "") == route.build_headers(make_request(), "")
 
 

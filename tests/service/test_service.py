@@ -46,14 +46,14 @@ class FakeGateway:
         self.sizes: list[int] = []
         self.options: list[object] = []
         self.subset_header = ""
-        self.session_headers: tuple[str, ...] = ()
+        self.reserved_headers: tuple[str, ...] = ()
 
     def resize_connection_pool(self, max_requests: int) -> None:
         self.sizes.append(max_requests)
 
-    def reconfigure(self, options: object, *, subset_header: str, session_headers: tuple[str, ...]) -> None:
+    def reconfigure(self, options: object, *, subset_header: str, reserved_headers: tuple[str, ...]) -> None:
         self.options.append(options)
-        self.subset_header, self.session_headers = subset_header, session_headers
+        self.subset_header, self.reserved_headers = subset_header, reserved_headers
 
 
 class UnstartedService:
@@ -118,12 +118,11 @@ def test_changed_settings_reach_each_part() -> None:
         unstarted.handle_poll()
         assert await unstarted.read_limit() == 28
         text = CONFIG.replace("0.05", "0.25").replace("pool.example", "other.example")
-        more = "retry: {max_attempts: 2}\nqueue: {lease_s: 60}\nserving: {subset_header: x-subset}\n"
+        more = "retry: {max_attempts: 2}\nserving: {subset_header: x-subset}\n"
         changed = parse(text + more)
         service.apply_settings(changed, text)
         assert await unstarted.read_limit() == 16, "the change applies to the current reading"
         assert service.dispatcher.context.options.retry.max_attempts == 2
-        assert service.dispatcher.context.options.lease_s == 60
         assert unstarted.gateway.options == [changed.gateway]
         assert unstarted.gateway.subset_header == "x-subset"
         assert service.config_generation == 2
@@ -138,7 +137,7 @@ def test_changed_names_of_headers_reach_the_gateway() -> None:
         text = CONFIG + "serving: {subset_header: x-subset}\nsequences: {session_id_header: x-chat}\n"
         unstarted.service.apply_settings(parse(text), text)
         assert unstarted.gateway.subset_header == "x-subset"
-        assert unstarted.gateway.session_headers == ("x-session-token", "x-chat")
+        assert unstarted.gateway.reserved_headers == ("x-session-token", "x-chat")
         unstarted.service.apply_settings(parse(text + "retry: {max_attempts: 2}\n"), text)
         assert len(unstarted.gateway.options) == 1, "unrelated changes do not reach the gateway"
 

@@ -43,6 +43,7 @@ GENERAL = re.compile(
     r"|\b(Task|(Base)?Exception)Group\b|\btask_group\b"
     r"|_?key_groups?\b|\b_KEY_GROUPS\b"  # the keys that a script declares by one word
     r"|\b(redis|valkey|engine|python|__)_?version(__)?\b|\bversion=__version__"  # of a program
+    r"|\bstatus\.version\b"  # of this program
     r"|\bstart_new_session\b|\bClientSession\b"
     r"|\.slice\("  # of an array or a text in JavaScript
 )

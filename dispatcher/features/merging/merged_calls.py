@@ -77,6 +77,8 @@ class BatchMember:
     """True if it is sent alone, because it may be the one that makes merged calls fail."""
     waiting: WaitingItem | None = None
     """Member as the grouping rule sees it, while it waits in a group."""
+    calls: list[MergedCall] = field(default_factory=list)
+    """Calls with this member that count in the target."""
 
     @property
     def token(self) -> str:
@@ -196,6 +198,8 @@ class MergedCall:
 
     def count_in_target(self) -> None:
         """Count the units and turns of the call in its target from now on."""
+        for member in self.members:
+            member.calls.append(self)
         target = self.members[0].target
         units = sum(member.entry.lease.units for member in self.members)
         self.units = 1 if target.rule.unit_per_call else units
@@ -207,6 +211,9 @@ class MergedCall:
 
     def remove_from_target(self) -> None:
         """Stop counting the units and turns of the call, because it has ended."""
+        for member in self.members:
+            if self in member.calls:
+                member.calls.remove(self)
         target = self.members[0].target
         target.in_flight_units -= self.units
         target.in_flight_turns -= self.turns

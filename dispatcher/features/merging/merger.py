@@ -144,7 +144,7 @@ class RequestMerger(LeasePart):
                 part.merge_key,
                 headers,
                 tenant,
-                request.version,
+                request.chosen_model,
                 request.endpoints,
                 # A call goes to one server. Sequences without a server get a call of their own, so that the
                 # endpoint picker can balance them.
@@ -192,7 +192,11 @@ class RequestMerger(LeasePart):
 
     def forget_lease(self, token: str) -> None:
         """Forget a lease that has ended."""
-        self.leases.pop(token, None)
+        member = self.leases.pop(token, None)
+        # An exception may have kept a call from its end. It would count in its target for ever.
+        for call in () if member is None else list(member.calls):
+            if not any(each.token in self.leases for each in call.members):
+                call.remove_from_target()
 
     def add_to_group(self, entry: InFlightLease, now: float, left_s: float) -> None:
         """Add a registered request to its batch group. `left_s` is the time to its deadline."""

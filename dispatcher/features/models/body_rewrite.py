@@ -70,5 +70,5 @@ def prepare_for_version(request: Request, asked_model: str, version: str, endpoi
     if payload is None:
         return None
     return replace(
-        request, payload=payload, version="" if version == asked_model else version, endpoints=endpoints
+        request, payload=payload, chosen_model="" if version == asked_model else version, endpoints=endpoints
     )

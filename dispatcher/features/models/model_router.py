@@ -233,7 +233,7 @@ class ModelRouter(LeasePart):
             return outcome
         route = self.leases.get(attempt.leases[0].lease.token) if attempt.leases else None
         model = "" if route is None else route.model
-        version = attempt.request.version or model
+        version = attempt.request.chosen_model or model
         if outcome.status < 300:
             self._pool_models.record_answer(version, sent_at)
             return outcome

@@ -412,7 +412,7 @@ class Sections(Section, defer_build=True):
         for section, values in info.data.items():
             if isinstance(values, Section):
                 taken |= {
-                    normalize_name(name): f"{section}.{key}" for key, name in values.session_headers.items()
+                    normalize_name(name): f"{section}.{key}" for key, name in values.reserved_headers.items()
                 }
         if header and header in taken:
             raise setting_error(f"subset_header: {taken[header]} has that header already")

@@ -376,7 +376,7 @@ class WarmUpRunner:
                 int(self._access.queue.unix_now() + ends_at - loop_time()) + 1,
                 call.body,
                 endpoint=call.path,
-                version=warm_up.version,
+                chosen_model=warm_up.version,
                 endpoints=warm_up.endpoint if self._versions.can_steer else "",
             )
             result = await self._gateway.forward(

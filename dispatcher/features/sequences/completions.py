@@ -40,7 +40,8 @@ def build_remaining_error(remaining: RemainingRequest) -> Settlement:
     """Settle a request without a lease whose sequence has ended. The sequence knows that it was not sent."""
     parsed = parse_member(remaining.request.member)
     if isinstance(parsed, Request):
-        return build_turn_rejection(completions.NO_LEASE, parsed, remaining.error_code, remaining.message)
+        lease = completions.NO_LEASE.copy_with(progress=remaining.request.progress)
+        return build_turn_rejection(lease, parsed, remaining.error_code, remaining.message)
     if parsed.id is None:
         return Settlement(completions.NO_LEASE, b"", "")
     refused = Rejection(remaining.error_code, remaining.message, parsed.id, parsed.token, parsed.results)

@@ -134,7 +134,7 @@ class SequenceSettings(Section):
         return name
 
     @property
-    def session_headers(self) -> Mapping[str, str]:
+    def reserved_headers(self) -> Mapping[str, str]:
         return {"header": self.header, "session_id_header": self.session_id_header}
 
     def build_terms(self) -> SequenceTerms:

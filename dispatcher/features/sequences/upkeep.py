@@ -91,7 +91,7 @@ class SequenceUpkeep:
             by_code: dict[ErrorCode, list[tuple[UnleasedRequest, Settlement]]] = {}
             for remaining in found:
                 try:
-                    settlement = build_remaining_error(remaining)
+                    settlement = self._context.end_request(build_remaining_error(remaining))
                 except Exception as error:  # it must not hold up the others
                     emit(Event.INTERNAL_ERROR, where="remaining request", error=repr(error))
                     continue
@@ -104,7 +104,7 @@ class SequenceUpkeep:
                     )
                     or 0
                 )
-                self._context.journal.record_remaining(code, answered_count)
+                self._context.journal.record_unsent(code, answered_count)
                 ended_count += answered_count
             if not ended_count:
                 return

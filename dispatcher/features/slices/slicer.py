@@ -152,9 +152,9 @@ class Slicer(LeasePart):
             return
         if progress is not None and not can_be_continued(generation, progress):
             progress = Progress(Stage.RESTART)
-        if progress is not None and progress.version != request.version:
+        if progress is not None and progress.version != request.chosen_model:
             progress = Progress(Stage.RESTART)  # another version would continue another model's text
-        key = path, request.version or generation.model, _get_template_options(generation)
+        key = path, request.chosen_model or generation.model, _get_template_options(generation)
         support = self.support.get_for_request(key)
         is_due = support.is_check_due(loop_time())
         # A model that was equal is checked again by one request, while the others are sliced.
@@ -278,7 +278,7 @@ class Slicer(LeasePart):
             deadline=attempt.request.deadline,
             payload=b"",
             endpoint=attempt.request.endpoint,
-            version=attempt.request.version,
+            chosen_model=attempt.request.chosen_model,
             endpoints=attempt.request.endpoints,
         )
         number = 0
@@ -395,7 +395,7 @@ class Slicer(LeasePart):
             return Conclusion(outcome)
         tokens = _count_tokens(interpreted)
         if isinstance(interpreted, Continues):
-            if request.affinity is None and not request.version:  # it is as it was parsed
+            if request.affinity is None and not request.chosen_model:  # it is as it was parsed
                 generation = self.leases[entry.lease.token].generation
                 self._context.parsed_requests.store_request(entry.lease, request, generation)
             release = Release(
@@ -437,7 +437,7 @@ class Slicer(LeasePart):
         if joined is not None:
             body, is_complete = joined
         interpreted = self._interpret(
-            planned, outcome.status, body, request.version, result.sticky_token, is_cut=not is_complete
+            planned, outcome.status, body, request.chosen_model, result.sticky_token, is_cut=not is_complete
         )
         if not isinstance(interpreted, Continues | Finished):
             # The request did not ask for a stream.
@@ -475,7 +475,9 @@ class Slicer(LeasePart):
         joined = join_events(b"".join(planned.received))
         if joined is None:
             return None
-        interpreted = self._interpret(planned, 200, joined[0], request.version, sticky_token, is_cut=True)
+        interpreted = self._interpret(
+            planned, 200, joined[0], request.chosen_model, sticky_token, is_cut=True
+        )
         if not isinstance(interpreted, Continues) or not _can_keep(planned, interpreted):
             return None  # it is generated again
         if interpreted.usage is not None:

@@ -160,7 +160,7 @@ class Unsent:
 @dataclass(frozen=True, slots=True)
 class ModelNotServed:
     """The server answered that it does not have the model, in a situation where that is expected. The request
-    waits for the model, or is sent again soon if other servers have it. It counts as no failed attempt."""
+    waits until it is served, or is sent again soon if other servers have it. That is no failed attempt."""
 
     why: str
     wait: Any = None

@@ -67,8 +67,8 @@ class RecentAttempts:
     def record_attempt(self, at: float, outcome: Outcome, status: int | None) -> None:
         """Record that an attempt has ended. `status` is the status of the gateway's answer, if there was one.
 
-        An eviction is no failure, and an attempt that was not sent or waits for its model says nothing about
-        the gateway. Neither is counted.
+        An eviction is no failure. An attempt that was not sent, or whose model is not served, says nothing
+        about the gateway. Neither is counted.
         """
         match outcome:
             case Delivered(status=code):

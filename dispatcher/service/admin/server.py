@@ -49,7 +49,7 @@ _SECURITY_HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
-    "Server": "batch-dispatcher",  # aiohttp would name its version and Python's
+    "Server": "batch-dispatcher",  # aiohttp would name itself and Python
 }
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 import pytest
 
 from dispatcher.common.grouping import GroupingRule
+from dispatcher.features.merging import hooks as merging
 from dispatcher.features.merging.call_size import INITIAL_CHECKS
 from dispatcher.features.merging.merger import RequestMerger
 from dispatcher.features.merging.options import MergeOptions
@@ -19,7 +20,9 @@ from dispatcher.features.merging.shapes import SHAPES
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal, Options
 from dispatcher.kernel.context import KernelContext
+from dispatcher.kernel.hooks import Hooks, join_hooks
 from dispatcher.kernel.in_flight import InFlightLease
+from dispatcher.kernel.loop import build_feature_hooks
 from dispatcher.kernel.options import index_options
 from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
@@ -32,7 +35,8 @@ from dispatcher.requests.score import compute_score
 from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.events import Event, divert_events
 from dispatcher.telemetry.metrics import Metrics
-from tests.features.merging.embedding_gateway import EmbeddingGateway, build_answer
+from tests.features.merging.embedding_gateway import REJECTED_TEXT, EmbeddingGateway, build_answer
+from tests.kernel import readme_example
 from tests.kernel.scene import find_part, lease, request
 from tests.memory_queue import MemoryStore
 
@@ -45,7 +49,13 @@ class MergingScene:
     """A dispatcher with a merge rule for embeddings, in a pool of `limit` units."""
 
     def __init__(
-        self, server: EmbeddingGateway, rule: BatchRule = RULE, *, limit: int = 64, **retry: Any
+        self,
+        server: EmbeddingGateway,
+        rule: BatchRule = RULE,
+        *,
+        limit: int = 64,
+        build_hooks: Callable[[KernelContext], Hooks] = build_feature_hooks,
+        **retry: Any,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.server = server
@@ -64,6 +74,7 @@ class MergingScene:
             self.limiter,
             self.options,
             Journal(self.metrics),
+            build_hooks=build_hooks,
         )
         self.merger = find_part(self.dispatcher, RequestMerger)
         self.results: dict[str, PoppedResult] = {}
@@ -440,12 +451,12 @@ def test_requests_for_different_versions_or_endpoints_are_not_merged() -> None:
         entry = InFlightLease(lease(entry_id))
         payload = b'{"model": "m", "input": "a text"}'
         merger.register_request(
-            entry, request(entry_id, payload=payload, version=version, endpoints=endpoints)
+            entry, request(entry_id, payload=payload, chosen_model=version, endpoints=endpoints)
         )
         merger.add_to_group(entry, 0.0, 600.0)
     ready, _ = merger.groups.take_ready(1.0, is_complete=True, is_lease_valid=lambda _: True)
     attempts = [merger.prepare_first_attempt(members, max_items) for members, max_items in ready]
-    sent_calls = [(each.request.version, each.request.endpoints, len(each.leases)) for each in attempts]
+    sent_calls = [(each.request.chosen_model, each.request.endpoints, len(each.leases)) for each in attempts]
     assert sorted(sent_calls) == [(version, endpoints, 2) for version, endpoints in destinations]
 
 
@@ -778,3 +789,41 @@ def test_with_one_unit_per_call_a_refusal_releases_all_requests() -> None:
 
     scene = run_in_scene(check, EmbeddingGateway(), rule=RULE_UNIT_PER_CALL, limit=2)
     assert_own_answers(scene, texts)
+
+
+@dataclass
+class TenantGateway(EmbeddingGateway):
+    """Gateway that notes the header `x-tenant` of each call."""
+
+    tenants: list[str | None] = field(default_factory=list)
+
+    async def forward(self, request: Request, **how: Any) -> AttemptResult:
+        self.tenants.append(request.headers.get("x-tenant"))
+        return await super().forward(request, **how)
+
+
+def test_feature_of_the_kernels_readme_is_right_for_merged_calls_and_those_that_follow() -> None:
+    """One text of each tenant is rejected, which is found by halving the call."""
+    server = TenantGateway()
+
+    def build_hooks(context: KernelContext) -> Hooks:
+        return join_hooks([readme_example.build_hooks(context), merging.build_hooks(context)])
+
+    async def check(scene: MergingScene) -> None:
+        await pass_parity_checks(scene)
+        server.tenants.clear()
+        for tenant in ("red", "blue"):
+            texts = {f"{tenant}-{n}": f"{tenant} {n}" for n in range(7)} | {
+                tenant: f"{REJECTED_TEXT} {tenant}"
+            }
+            await scene.submit(texts, metadata={"tenant": tenant})
+        await scene.wait_for_results(16)
+        feature, _ = scene.dispatcher.context.hooks.lease_parts
+        assert vars(feature)["counts"] == {"red": 8, "blue": 8}
+        assert not vars(feature)["leases"]
+
+    run_in_scene(check, server, build_hooks=build_hooks)
+    assert max(map(len, server.calls)) == 8
+    assert len(server.calls) > 4, "calls follow from those that were rejected"
+    for tenant, texts in zip(server.tenants, server.calls, strict=True):
+        assert all(str(tenant) in text for text in texts)

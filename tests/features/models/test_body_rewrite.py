@@ -61,7 +61,7 @@ def test_request_prepared_for_a_version_changes_only_in_model_and_endpoints() ->
     request = Request("r", 9, b'{"model":"qwen","n":1}', headers={"a": "b"}, token="t")
     sent = prepare_for_version(request, "qwen", "qwen-v3", "192.0.2.1:8000")
     assert sent == Request(
-        "r", 9, b'{"model":"qwen-v3","n":1}', headers={"a": "b"}, token="t", version="qwen-v3",
+        "r", 9, b'{"model":"qwen-v3","n":1}', headers={"a": "b"}, token="t", chosen_model="qwen-v3",
         endpoints="192.0.2.1:8000",
     )  # fmt: skip
     assert prepare_for_version(request, "qwen", "qwen", "") == request

@@ -302,7 +302,7 @@ document.addEventListener("visibilitychange", scheduleRender);
 function render() {
   $("pool").textContent = status.pool;
   $("owner").textContent = `queue ${status.queue}`;
-  $("version").textContent = `Version ${status.version}, owner ${status.owner}`;
+  $("program").textContent = `batch-dispatcher ${status.version}, owner ${status.owner}`;
   showHealth();
   gate();
   const now = samples.at(-1);
