@@ -102,8 +102,8 @@ CEILING_READINGS = 3
 MAX_BACKLOG_READINGS = 30
 """Maximum number of readings with a backlog that are kept."""
 MAX_CLEAN_OBSERVATIONS = 2
-"""Number of observations without a backlog through which the backlogs before them are kept. Slices that are
-revoked for waiting realtime requests make a backlog disappear until the limit has opened again."""
+"""Number of observations without a backlog through which the backlogs before them are kept. Where calls are
+ended early for waiting realtime requests, a backlog disappears until the limit has opened again."""
 
 
 @dataclass(frozen=True, slots=True)
