@@ -87,6 +87,8 @@ class Run:
     """`sent` and `refused` without the first SETTLING_READINGS readings."""
     unreachable: int = 0
     cut: int = 0
+    preempted: int = 0
+    """Number of times that a request was preempted because the KV memory was full."""
     evicted: int = 0
     """Number of batch requests that were stopped for realtime requests."""
     overshoot_mean: float = 0.0
@@ -160,7 +162,7 @@ class _Experiment:
             scenario.real_slots,
             reserve=scenario.reserve,
             queue_limit=scenario.queue_limit,
-            realtime=make_realtime_jobs(trace),
+            realtime=make_realtime_jobs(trace, holds_kv=scenario.kv_tokens is not None),
             slots_at=scenario.slots_at,
             pods=scenario.pods,
             pods_at=scenario.pods_at,
@@ -170,6 +172,7 @@ class _Experiment:
             metrics_refresh_phase_s=scenario.metrics_refresh_phase_s,
             outages=scenario.outages,
             time_step_s=scenario.effective_time_step_s,
+            kv_tokens=scenario.kv_tokens,
             evicts=scenario.evicts,
             scorer=StaleScorer(scenario.scorer_scrape_s, scenario.seed) if scenario.scorer_scrape_s else None,
             on_pod_count=self._handle_pod_change,
@@ -283,7 +286,7 @@ class _Experiment:
         self._send_allowed_requests()
 
     def _record_latency(self, realtime: Job) -> None:
-        self._run.waits.append(realtime.started_at - realtime.arrived_at)
+        self._run.waits.append(realtime.started_at - realtime.arrived_at - realtime.ran_s)
         self._run.latencies.append(realtime.finished_at - realtime.arrived_at)
 
     def _start_scrape(self, at: float) -> None:
@@ -376,5 +379,6 @@ class _Experiment:
         run.realtime_refused = world.realtime_refused
         run.realtime_unreachable = world.realtime_unreachable
         # Requests that never got a slot would otherwise make the policy look better.
-        run.waits += [now - job.arrived_at for job in world.realtime_waiting]
+        run.waits += [now - job.arrived_at - job.ran_s for job in world.realtime_waiting]
+        run.preempted = world.preempted
         return run

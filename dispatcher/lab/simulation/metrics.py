@@ -178,5 +178,7 @@ class Exporter:
         return pressure
 
     def _compute_kv_usage(self, state: PoolState) -> float:
+        if state.kv_usage is not None:
+            return state.kv_usage
         # No slots: the detector treats a pool without servers as full.
         return KV_FULL * state.running / state.slots if state.slots else 1.0

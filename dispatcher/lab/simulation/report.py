@@ -51,6 +51,7 @@ class Row:
     """`refused_per_1000` without the first SETTLING_READINGS readings."""
     unreachable: int
     """Batch requests that did not reach the gateway."""
+    preempted: int
     evicted: int
     """Batch requests that were stopped for realtime requests."""
     realtime_refused: int
@@ -153,6 +154,7 @@ REFUSED_COLUMNS = (
 )
 """Columns for scenarios with a limited queue."""
 UNREACHABLE_COLUMN = Column("unreachable", lambda row: row.unreachable, ",d")
+PREEMPTED_COLUMN = Column("preempted", lambda row: row.preempted, ",d")
 EVICTED_COLUMN = Column("evicted", lambda row: row.evicted, ",d")
 COLUMN_GAP = "  "
 
@@ -176,8 +178,16 @@ class Table:
         """
         refused = REFUSED_COLUMNS if scenario.queue_limit is not None else ()
         unreachable = (UNREACHABLE_COLUMN,) if scenario.outages else ()
+        preempted = (PREEMPTED_COLUMN,) if scenario.kv_tokens else ()
         evicted = (EVICTED_COLUMN,) if scenario.evicts else ()
-        candidates = [*COLUMNS, *refused, *unreachable, *evicted, *DISPATCHER_COLUMNS[not has_utilization :]]
+        candidates = [
+            *COLUMNS,
+            *refused,
+            *unreachable,
+            *preempted,
+            *evicted,
+            *DISPATCHER_COLUMNS[not has_utilization :],
+        ]
         self._first = first.ljust(max(map(len, [first, *names])))
         self.columns = [
             column
@@ -273,6 +283,7 @@ def build_row(run: Run, best: Run | None, idle: Run) -> Row:
         refused_per_1000=1000 * run.refused / max(1, run.sent),
         refused_per_1000_settled=1000 * run.refused_settled / max(1, run.sent_settled),
         unreachable=run.unreachable,
+        preempted=run.preempted,
         evicted=run.evicted,
         realtime_refused=run.realtime_refused,
         realtime_refused_less_none=run.realtime_refused - idle.realtime_refused,
@@ -347,6 +358,8 @@ def format_legend(scenario: Scenario, trace: str, table: Table, *, reserve: bool
             "realtime 429: realtime requests that were refused, which have no wait; 429: refused batch "
             f"requests; settled: per 1,000 after the first {SETTLING_READINGS} readings"
         )
+    if "preempted" in shown:
+        lines.append("preempted: requests stopped because the KV memory was full, and computed again later")
     if "evicted" in shown:
         lines.append("evicted: batch requests stopped for a realtime request; their tokens are lost")
     if table.left_out:

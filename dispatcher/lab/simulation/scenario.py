@@ -11,7 +11,7 @@ from math import ceil, inf
 from dispatcher.lab.simulation.metrics import POD_TOKENS, REQUEST_TOKENS, Detector, Exporter, Signals
 from dispatcher.lab.simulation.transport import ANSWER_S, SEND_S
 from dispatcher.lab.simulation.world import BatchProfile, Job
-from dispatcher.lab.standin.model import BATCH_CONTEXT, TOKEN_S, WAITING_AT_FULL, compute_work_s
+from dispatcher.lab.standin.model import TOKEN_S, WAITING_AT_FULL, compute_work_s
 from dispatcher.limit.budget import Policy as Budgeting
 from dispatcher.limit.budget import Signal
 
@@ -95,6 +95,8 @@ class Scenario:
     admit_s: float = 0.0
     """Time that the gateway takes to admit each batch request, one after the other."""
     queue_limit: int | None = None
+    kv_tokens: int | None = None
+    """Tokens that the KV memory of all pods at the start holds. `None` if it never fills."""
     pods: int = 1
     pods_at: Sequence[tuple[float, int]] = ()
     outages: Sequence[tuple[float, float]] = ()
@@ -233,7 +235,7 @@ class Scenario:
         work_s = (
             self.slice_overhead_s + TOKEN_S * new_tokens
             if generated_tokens
-            else compute_work_s(BATCH_CONTEXT, new_tokens)
+            else compute_work_s(self.batch.context, new_tokens)
         )
         return Job(
             work_s,
@@ -241,6 +243,7 @@ class Scenario:
             is_batch=True,
             request_count=request_count,
             earlier_tokens=generated_tokens,
+            context_tokens=self.batch.context,
             is_last=generated_tokens + new_tokens >= tokens,
         )
 

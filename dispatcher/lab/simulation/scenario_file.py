@@ -23,7 +23,7 @@ from dispatcher.lab.simulation.scenario import (
 )
 from dispatcher.lab.simulation.world import BatchProfile
 from dispatcher.lab.standin.made_up_traffic import TRACE_MAKERS
-from dispatcher.lab.standin.model import BATCH_SPREAD, BATCH_TOKENS
+from dispatcher.lab.standin.model import BATCH_CONTEXT, BATCH_SPREAD, BATCH_TOKENS
 from dispatcher.settings.load import config_directory, find_problems, read_config
 from dispatcher.settings.section import Section
 from dispatcher.settings.values import setting_error
@@ -137,6 +137,13 @@ class ScenarioFile(Section):
         "served in the pods, where requests wait without flow control. realtime-first: as with priorities in "
         "the model servers. first-come: everywhere.",
     )
+    kv_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens that the KV memory of the pool holds: contexts, and what running requests have "
+        "generated. When it is full, the newest request is preempted and computed again. Default: it never "
+        "fills.",
+    )
     transit_s: float | None = Field(
         None,
         ge=0,
@@ -146,6 +153,7 @@ class ScenarioFile(Section):
     batch_tokens: float = Field(
         BATCH_TOKENS, ge=1, description="Tokens that a batch request generates, on average."
     )
+    batch_context: int = Field(BATCH_CONTEXT, ge=0, description="Context tokens of a batch request.")
     batch_spread: float = Field(
         BATCH_SPREAD,
         ge=0,
@@ -275,7 +283,7 @@ class ScenarioFile(Section):
         """Return the scenario with the duration that is played. Time steps are left to the caller."""
         shared = {each.name for each in fields(Scenario)} & type(self).model_fields.keys()
         values = {name: getattr(self, name) for name in shared - {"time_step_s", "requests_per_job"}}
-        batch = BatchProfile(self.batch_tokens, self.batch_spread, self.batch_seconds)
+        batch = BatchProfile(self.batch_tokens, self.batch_spread, self.batch_seconds, self.batch_context)
         return Scenario(**{**values, "seconds": seconds, "batch": batch})
 
 

@@ -11,7 +11,7 @@ from math import isnan
 import msgspec
 
 from dispatcher.lab.simulation.world import Job
-from dispatcher.lab.standin.model import BATCH_CONTEXT, TOKEN_S
+from dispatcher.lab.standin.model import TOKEN_S
 from dispatcher.requests.request import Request
 
 PATH = "/v1/completions"
@@ -69,7 +69,7 @@ def build_events(request: Request, job: Job, until: float) -> list[bytes]:
 
 
 def _fill_template(request: Request, job: Job, tokens: int, finish_reason: bytes) -> bytes:
-    prompt_tokens = BATCH_CONTEXT + job.earlier_tokens
+    prompt_tokens = job.context_tokens + job.earlier_tokens
     return _ANSWER_TEMPLATE % (
         request.id.encode(),
         _DOT * tokens,
@@ -82,8 +82,9 @@ def _fill_template(request: Request, job: Job, tokens: int, finish_reason: bytes
 
 def _count_generated_tokens(job: Job, until: float) -> int:
     if isnan(job.started_at):
-        return 0
+        return job.recomputed_tokens
     until = min(until, job.ends_at if isnan(job.finished_at) else job.finished_at)
     done_s = job.work_s * (until - job.started_at) / (job.ends_at - job.started_at)
-    first_token_s = job.work_s - TOKEN_S * job.tokens
-    return max(0, min(job.tokens, int((done_s - first_token_s) / TOKEN_S)))
+    new_tokens = job.tokens - job.recomputed_tokens
+    first_token_s = job.work_s - TOKEN_S * new_tokens
+    return job.recomputed_tokens + max(0, min(new_tokens, int((done_s - first_token_s) / TOKEN_S)))

@@ -168,7 +168,7 @@ class SimulatedTransport:
         dropped."""
         self.world.advance(at)
         for job in self._answers.pop(at):
-            if not job.is_gone:
+            if not job.is_gone and job.finished_at == at:  # or it was preempted, and ends later
                 self._deliver_end(job, JobEnd.ANSWERED)
 
     def _record_finish(self, job: Job) -> None:
@@ -197,7 +197,10 @@ class SimulatedTransport:
         world = self.world
         at = (
             world.next_change_at()
-            if self._on_change is None and not world.has_batch_waiting and not world.evicts
+            if self._on_change is None
+            and not world.has_batch_waiting
+            and not world.evicts
+            and world.kv_per_pod == inf
             else world.next_event_at()
         )
         # Later timers are not cancelled; they find nothing to do.

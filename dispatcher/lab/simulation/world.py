@@ -7,6 +7,10 @@
 A request without a free slot waits either in the picker, where realtime requests go first, or in the pod with
 the lowest load, first come, first served. The picker decides how many requests it lets into the pods.
 
+The KV memory of a pod may be bounded. A running request holds its context and the tokens generated so far.
+The next request starts if there is room for its context. When the memory is full, the newest running request
+is preempted: it waits as the first of its pod, and what it had generated is then processed again as context.
+
 A driver passes arrivals (`advance_and_admit`), advances the time (`advance`, not beyond `next_event_at` if it
 reacts to everything) and reads the state (`observe_pool`). The world calls back when a request leaves.
 Realtime requests, changes of the capacity and outages of the gateway are given at the start. The same input
@@ -33,12 +37,17 @@ from dispatcher.lab.standin.model import (
     BATCH_CONTEXT,
     BATCH_SPREAD,
     BATCH_TOKENS,
+    compute_context,
     compute_slowdown,
     compute_work_s,
     draw_tokens,
 )
 from dispatcher.lab.standin.scorer import StaleScorer
 from dispatcher.lab.standin.trace import Trace
+
+KV_WATERMARK = 0.01
+"""Share of the KV memory that the start of a request leaves free, as in vLLM. Otherwise it could be preempted
+at once."""
 
 
 class Job(msgspec.Struct, eq=False):
@@ -56,6 +65,11 @@ class Job(msgspec.Struct, eq=False):
     """Number of tokens that earlier slices of each request have generated."""
     is_last: bool = True
     """False if the request goes on with another slice."""
+    context_tokens: int = BATCH_CONTEXT
+    recomputed_tokens: int = 0
+    """Number of tokens that were generated before a preemption, and are processed again as context."""
+    ran_s: float = 0.0
+    """Time for which the request ran before it was preempted."""
     arrived_at: float = nan
     started_at: float = nan
     """Time of the start. NaN while the request waits."""
@@ -68,6 +82,20 @@ class Job(msgspec.Struct, eq=False):
     pod: Pod | None = None
     """Pod in which the request runs or waits. `None` if it is in the picker or not in the pool."""
 
+    @property
+    def kv_at_start(self) -> int:
+        """Tokens that the request holds in the KV memory when it starts."""
+        return (self.context_tokens + self.earlier_tokens + self.recomputed_tokens) * self.request_count
+
+    @property
+    def kv_growth(self) -> int:
+        """Tokens by which this number grows until the end."""
+        return (self.tokens - self.recomputed_tokens) * self.request_count
+
+    def compute_progress(self, at: float) -> float:
+        """Return the part of the run that has passed. Tokens are assumed to be generated evenly."""
+        return (at - self.started_at) / (self.ends_at - self.started_at)
+
 
 @dataclass(frozen=True, slots=True)
 class BatchProfile:
@@ -78,11 +106,13 @@ class BatchProfile:
     """Spread of the number of tokens. 0 if all requests are equal."""
     seconds: float | None = None
     """Duration of each request in an empty pool. `None` if it follows from the tokens."""
+    context: int = BATCH_CONTEXT
+    """Context tokens of each request."""
 
     @property
     def mean_s(self) -> float:
         """Average duration of a request in an empty pool."""
-        return compute_work_s(BATCH_CONTEXT, self.tokens) if self.seconds is None else self.seconds
+        return compute_work_s(self.context, self.tokens) if self.seconds is None else self.seconds
 
     def draw_tokens(self, draws: Random) -> int:
         """Draw the number of tokens of the next request."""
@@ -90,14 +120,18 @@ class BatchProfile:
 
     def make_job(self, tokens: int, request_count: int = 1) -> Job:
         """Make a job that generates this number of tokens, for one request or for several identical ones."""
-        work = compute_work_s(BATCH_CONTEXT, tokens) if self.seconds is None else self.seconds
-        return Job(work, tokens, True, request_count)
+        work = compute_work_s(self.context, tokens) if self.seconds is None else self.seconds
+        return Job(work, tokens, True, request_count, context_tokens=self.context)
 
 
-def make_realtime_jobs(trace: Trace) -> Iterator[tuple[float, Job]]:
+def make_realtime_jobs(trace: Trace, *, holds_kv: bool = False) -> Iterator[tuple[float, Job]]:
     """Yield the realtime requests of a trace with their arrival times. Each world needs new jobs, since jobs
-    have state."""
-    return ((each.arrives_at, Job(each.work_s, each.tokens, is_batch=False)) for each in trace.arrivals)
+    have state. With `holds_kv` they have their context, which nothing else needs."""
+    for each in trace.arrivals:
+        job = Job(each.work_s, each.tokens, is_batch=False)
+        if holds_kv:
+            job.context_tokens = compute_context(each.work_s, each.tokens)
+        yield each.arrives_at, job
 
 
 class Arrival(Enum):
@@ -128,6 +162,8 @@ class PoolState:
     """Number of pods in which no request waited then."""
     running_deviation: float = 0.0
     """Standard deviation of the running requests of a pod."""
+    kv_usage: float | None = None
+    """Share of the KV memory in use, as a mean over the pods. `None` if it is not bounded."""
 
     @property
     def running(self) -> int:
@@ -164,11 +200,19 @@ class Pod:
     """Number of requests that were running just before that."""
     running_batch: dict[Job, None] = field(default_factory=dict)
     """Running batch requests in the order of their starts, if the picker evicts."""
+    kv_running: dict[Job, None] = field(default_factory=dict)
+    """All running requests in the order of their starts, if the KV memory is bounded."""
+    kv_full_at: float = inf
+    """Time at which the running requests fill the KV memory."""
 
     @property
     def load(self) -> float:
         """Load that the picker compares to choose a pod."""
         return (self.running + self.waiting) / self.slots if self.slots else inf
+
+    def count_kv_tokens(self, at: float) -> float:
+        """Return the tokens in the KV memory."""
+        return sum(job.kv_at_start + job.kv_growth * job.compute_progress(at) for job in self.kv_running)
 
 
 class World:
@@ -187,6 +231,8 @@ class World:
 
     `scorer` chooses the pod for each request, by the loads of its last scrape. Without it, the pod with the
     lowest load is chosen.
+
+    `kv_tokens` bounds the KV memory of all pods at the start together, in tokens.
 
     With `evicts` the picker stops the newest running batch request of a pod for each realtime request that
     finds no free slot there. What the batch request has generated is lost.
@@ -214,6 +260,7 @@ class World:
         metrics_refresh_phase_s: float = 0.0,
         outages: Sequence[tuple[float, float]] = (),
         time_step_s: float = 0.0,
+        kv_tokens: int | None = None,
         evicts: bool = False,
         scorer: StaleScorer | None = None,
         on_start: Callable[[Job, float], None] = lambda job, ends_at: None,
@@ -229,7 +276,10 @@ class World:
         self.realtime_unreachable = 0
         self.peak_requests = 0
         """Maximum number of requests in the pool so far, running and waiting."""
+        self.preempted = 0
+        """Number of times that a request was preempted because the KV memory was full."""
         self.evicts = evicts
+        self.kv_per_pod = inf if kv_tokens is None else kv_tokens / pods
         self._scorer = scorer
         self._reserve = reserve
         self._time_step_s = time_step_s
@@ -263,6 +313,8 @@ class World:
         self._waiting_in_picker = {False: 0, True: 0}
         self._queue: dict[bool, deque[Job]] = {False: deque(), True: deque()}
         self._ends: list[tuple[float, int, Job]] = []
+        """Times at which a request ends, or fills the KV memory of its pod together with the others. An entry
+        whose time has changed since is skipped."""
         self._starts = 0
         self._per_pod = slots / pods
         self._pods = [Pod(0) for _ in range(pods)]
@@ -311,7 +363,12 @@ class World:
             if self._metrics_refresh_s
             else self._pods_with_room_count,
             running_deviation=pstdev([pod.running for pod in self._pods]) if len(self._pods) > 1 else 0.0,
+            kv_usage=None if self.kv_per_pod == inf else self._compute_kv_usage(),
         )
+
+    def _compute_kv_usage(self) -> float:
+        used = sum(pod.count_kv_tokens(self.now) for pod in self._pods)
+        return used / (self.kv_per_pod * len(self._pods)) if self._pods else 1.0
 
     def next_event_at(self) -> float:
         """Return the time of the next event of the world, or infinity."""
@@ -380,6 +437,7 @@ class World:
         else:
             job.pod.queue.remove(job)
             self._change_pod_waiting(job.pod, job, -job.request_count)
+            self._start_queued_jobs(job.pod)  # the next ones may need less KV memory
             self._admit_waiting_jobs()
 
     def admit_job(self, job: Job) -> Arrival:
@@ -421,8 +479,56 @@ class World:
         self.in_system -= job.request_count
         self._running[True] -= job.request_count
         pod.running -= job.request_count
+        if self.kv_per_pod != inf:
+            self._free_kv(pod, job)
         self.on_evicted(job)
         return pod
+
+    def _free_kv(self, pod: Pod, job: Job) -> None:
+        del pod.kv_running[job]
+        self._predict_full_kv(pod)
+
+    def _predict_full_kv(self, pod: Pod) -> None:
+        """Compute the time at which the running requests of a pod fill its KV memory."""
+        rate = sum(job.kv_growth / (job.ends_at - job.started_at) for job in pod.kv_running)
+        free = self.kv_per_pod - pod.count_kv_tokens(self.now)
+        # A request that fills the memory alone runs on: there is nothing to preempt.
+        is_shared = rate > 0 and len(pod.kv_running) > 1
+        pod.kv_full_at = self.now + max(0.0, free) / rate if is_shared else inf
+        if is_shared:
+            self._starts += 1
+            heapq.heappush(self._ends, (pod.kv_full_at, self._starts, next(iter(pod.kv_running))))
+
+    def _preempt_newest(self, pod: Pod) -> None:
+        """Let the newest running request of a pod wait again. Nothing else starts, because it is the first to
+        wait."""
+        job = next(reversed(pod.kv_running))
+        generated = floor(job.kv_growth // job.request_count * job.compute_progress(self.now))
+        job.recomputed_tokens += generated
+        job.ran_s += self.now - job.started_at
+        job.work_s = compute_work_s(
+            job.context_tokens + job.earlier_tokens + job.recomputed_tokens,
+            job.tokens - job.recomputed_tokens,
+        )
+        if self.evicts:
+            pod.running_batch.pop(job, None)
+        self._running[job.is_batch] -= job.request_count
+        pod.running -= job.request_count
+        self._free_kv(pod, job)
+        job.started_at = job.ends_at = nan  # its entry in the heap is skipped
+        self.preempted += job.request_count
+        pod.queue.appendleft(job)
+        self._change_pod_waiting(pod, job, job.request_count)
+        if not pod.slots:
+            self._return_waiting_jobs(pod)
+            self._admit_waiting_jobs()
+
+    def _fits_in_kv(self, pod: Pod, job: Job) -> bool:
+        """Return whether the KV memory has room for a request to start."""
+        if not pod.kv_running:
+            return True
+        used = pod.count_kv_tokens(self.now) + job.kv_at_start
+        return used <= (1.0 - KV_WATERMARK) * self.kv_per_pod
 
     def _choose_pod(self) -> Pod | None:
         """Return the pod to which the picker sends the next request, or `None` if it lets none in."""
@@ -439,11 +545,15 @@ class World:
 
     def _enter_pod(self, pod: Pod, job: Job) -> None:
         job.pod = pod
-        if pod.running < pod.slots:
+        if pod.running < pod.slots and (
+            self.kv_per_pod == inf or (not pod.queue and self._fits_in_kv(pod, job))
+        ):
             self._start_job(pod, job)
         else:
             pod.queue.append(job)
             self._change_pod_waiting(pod, job, job.request_count)
+            if self.kv_per_pod != inf:  # an eviction may have made room for the first one
+                self._start_queued_jobs(pod)
 
     def _change_pod_waiting(self, pod: Pod, job: Job, change: int) -> None:
         pod.waiting += change
@@ -502,6 +612,9 @@ class World:
             end = self.now + job.work_s * compute_slowdown(min(pod.running, pod.slots), pod.slots)
         job.ends_at = end
         heapq.heappush(self._ends, (end, self._starts, job))
+        if self.kv_per_pod != inf:
+            pod.kv_running[job] = None
+            self._predict_full_kv(pod)
         if job.is_batch:
             if self.evicts:
                 pod.running_batch[job] = None
@@ -529,11 +642,17 @@ class World:
             pod.running_batch.pop(job, None)
         self._running[job.is_batch] -= job.request_count
         pod.running -= job.request_count
+        if self.kv_per_pod != inf:
+            self._free_kv(pod, job)
         self._start_queued_jobs(pod)
         self._admit_waiting_jobs()
 
     def _start_queued_jobs(self, pod: Pod) -> None:
-        while pod.queue and pod.running < pod.slots:
+        while (
+            pod.queue
+            and pod.running < pod.slots
+            and (self.kv_per_pod == inf or self._fits_in_kv(pod, pod.queue[0]))
+        ):
             job = pod.queue.popleft()
             self._change_pod_waiting(pod, job, -job.request_count)
             self._start_job(pod, job)
@@ -549,7 +668,11 @@ class World:
             self._enter_pod(pod, job)
 
     def _finish_job(self, job: Job) -> None:
-        if job.is_gone or job.pod is None:
+        if job.is_gone or job.pod is None or job.finished_at == job.finished_at:  # NaN: not yet
+            return
+        if job.ends_at != self.now:  # it was preempted, or stands for its pod
+            if job.pod.kv_full_at == self.now:
+                self._preempt_newest(job.pod)
             return
         job.finished_at = self.now
         self.in_system -= job.request_count
@@ -576,13 +699,17 @@ class World:
         self._pods = self._pods[:pods] + [Pod(0) for _ in range(pods - len(self._pods))]
         for pod in leaving:
             pod.slots = 0
-            for job in pod.queue:  # the picker sends them to other pods
-                job.pod = None
-                self._change_pod_waiting(pod, job, -job.request_count)
-                self._queue_in_picker(job)
-            pod.queue.clear()
+            self._return_waiting_jobs(pod)
         self._distribute_slots()
         self._on_pod_count(pods)
+
+    def _return_waiting_jobs(self, pod: Pod) -> None:
+        """Let the picker send the requests that wait in a pod without slots to other pods."""
+        for job in pod.queue:
+            job.pod = None
+            self._change_pod_waiting(pod, job, -job.request_count)
+            self._queue_in_picker(job)
+        pod.queue.clear()
 
     def _distribute_slots(self) -> None:
         """Distribute the slots over the pods."""
@@ -590,6 +717,8 @@ class World:
         self.slots = round(self._per_pod * pods)
         for number, pod in enumerate(self._pods):
             pod.slots = self.slots // pods + (number < self.slots % pods)
+            if not pod.slots:
+                self._return_waiting_jobs(pod)
         self._allowed_requests = self.slots * (1.0 - self._reserve)
         self._admission_limit = self._get_admission_limit(self.slots, pods)
         self._update_admission_limit()
@@ -601,7 +730,7 @@ class World:
     def _start_outage(self) -> None:
         self.is_down = True
         # Sorted, since the order of a heap is not the order of the ends.
-        lost = [job for _, _, job in sorted(self._ends) if not job.is_gone]
+        lost = [job for at, _, job in sorted(self._ends) if job.ends_at == at and not job.is_gone]
         lost += [job for pod in self._pods for job in pod.queue]
         lost += [*self._queue[False], *self._queue[True]]
         self._ends.clear()
@@ -609,6 +738,8 @@ class World:
             pod.running = pod.waiting = 0
             pod.queue.clear()
             pod.running_batch.clear()
+            pod.kv_running.clear()
+            pod.kv_full_at = inf
         for queue in self._queue.values():
             queue.clear()
         self._running = {False: 0, True: 0}

@@ -18,6 +18,8 @@ logarithm."""
 MIN_TOKENS = 8
 TOKEN_S = 0.012
 """Time for each generated token in an otherwise empty pool."""
+CONTEXT_TOKEN_S = 0.00025
+"""Time for each context token in an otherwise empty pool."""
 WAITING_AT_FULL = 5
 """Number of waiting requests at which the utilization detector considers a model server full."""
 KV_AT_FULL = 0.8
@@ -26,7 +28,12 @@ KV_AT_FULL = 0.8
 
 def compute_work_s(context: int, generated: float) -> float:
     """Return the duration of a request with these tokens in an otherwise empty pool."""
-    return 0.03 + 0.00025 * context + TOKEN_S * generated
+    return 0.03 + CONTEXT_TOKEN_S * context + TOKEN_S * generated
+
+
+def compute_context(work_s: float, generated: int) -> int:
+    """Return the context tokens of a request with this duration and this number of generated tokens."""
+    return max(0, round((work_s - compute_work_s(0, generated)) / CONTEXT_TOKEN_S))
 
 
 def compute_slowdown(running: int, slots: int) -> float:

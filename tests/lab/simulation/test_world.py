@@ -186,6 +186,7 @@ ARRIVALS = st.lists(
     pods_change=st.one_of(st.none(), st.tuples(st.floats(0, 20, allow_nan=False), st.integers(0, 3))),
     extra_admissions=st.one_of(st.integers(0, 4), st.just(inf)),
     evicts=st.booleans(),
+    kv_tokens=st.one_of(st.none(), st.integers(1, 600)),
 )
 def test_every_request_is_in_exactly_one_state_and_free_slots_are_used(
     arrivals: list[tuple[float, float, bool, float | None]],
@@ -197,6 +198,7 @@ def test_every_request_is_in_exactly_one_state_and_free_slots_are_used(
     pods_change: tuple[float, int] | None,
     extra_admissions: float,
     evicts: bool,
+    kv_tokens: int | None,
 ) -> None:
     finished: list[Job] = []
     dropped: list[Job] = []
@@ -210,6 +212,7 @@ def test_every_request_is_in_exactly_one_state_and_free_slots_are_used(
         pods_at=[] if pods_change is None else [pods_change],
         get_admission_limit=lambda slots, pods: slots + extra_admissions,
         evicts=evicts,
+        kv_tokens=kv_tokens,
         on_finish=finished.append,
         on_dropped=dropped.append,
         on_evicted=evicted.append,
@@ -219,6 +222,7 @@ def test_every_request_is_in_exactly_one_state_and_free_slots_are_used(
     steps: list[tuple[float, int, Job, bool]] = []
     for i, (at, seconds, batch, leaves_after_s) in enumerate(arrivals):
         job = make_job(seconds, batch=batch)
+        job.context_tokens, job.tokens = i % 7 * 20, i % 5 * 30
         steps.append((at, 2 * i, job, True))
         if leaves_after_s is not None:
             steps.append((at + leaves_after_s, 2 * i + 1, job, False))
@@ -234,13 +238,17 @@ def test_every_request_is_in_exactly_one_state_and_free_slots_are_used(
         state = world.observe_pool()
         ended = len(finished) + len(dropped) + len(evicted) + len(left)
         assert len(accepted) == ended + state.running + state.waiting
-        if state.waiting:
+        if kv_tokens is None and state.waiting:
             # With several pods one may have a queue while a new one has none.
             assert pods > 1 or pods_change or state.running >= state.slots, (
                 "no request may wait while a slot is free"
             )
         if slots_change is None and pods_change is None:
             assert state.running <= slots
+        # A request that does not fit even alone may use more.
+        if kv_tokens is not None and pods == 1 and pods_change is None and state.running > 1:
+            assert state.kv_usage is not None
+            assert state.kv_usage <= 1 + 1e-9
     for job in finished:
         assert job.arrived_at <= job.started_at <= job.finished_at
     assert all(job.is_batch and not isnan(job.started_at) for job in evicted)
@@ -324,3 +332,81 @@ def test_requests_of_an_outage_are_not_evicted_later() -> None:
     )
     assert not evicted
     assert world.in_system == 0
+
+
+# ── KV memory ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def make_kv_job(context: int, tokens: int) -> Job:
+    return Job(compute_work_s(context, tokens), tokens, is_batch=True, context_tokens=context)
+
+
+def test_request_waits_for_kv_memory_although_a_slot_is_free() -> None:
+    world = World(8, kv_tokens=1_000)
+    first, second, third = make_kv_job(500, 100), make_kv_job(500, 100), make_kv_job(10, 1)
+    for job in (first, second, third):
+        world.advance_and_admit(job, 0.0)
+    state = world.observe_pool()
+    # The third one would fit, but the second one came before it.
+    assert (state.batch_running, state.batch_waiting, state.kv_usage) == (1, 2, 0.5)
+    world.advance(20.0)
+    assert second.started_at == third.started_at == first.finished_at
+    assert world.preempted == 0
+
+
+@pytest.mark.parametrize(("context", "starts"), [(490, True), (491, False)])
+def test_start_of_a_request_leaves_one_percent_of_the_kv_memory_free(context: int, *, starts: bool) -> None:
+    world = World(8, kv_tokens=1_000)
+    world.advance_and_admit(make_kv_job(500, 100), 0.0)
+    world.advance_and_admit(make_kv_job(context, 100), 0.0)
+    assert world.observe_pool().batch_running == 1 + starts
+
+
+def test_newest_request_is_preempted_when_the_kv_memory_is_full_and_computed_again() -> None:
+    world = World(8, kv_tokens=1_000)
+    first, second = make_kv_job(400, 300), make_kv_job(400, 300)
+    world.advance_and_admit(first, 0.0)
+    world.advance_and_admit(second, 0.0)
+    world.advance(first.work_s * 0.5)
+    assert world.preempted == 1
+    assert (world.observe_pool().batch_running, world.observe_pool().batch_waiting) == (1, 1)
+    generated = second.recomputed_tokens
+    assert 90 <= generated <= 110  # 200 tokens were free for both
+    world.advance(30.0)
+    assert world.preempted == 1
+    assert first.finished_at == pytest.approx(first.work_s)
+    assert second.started_at == first.finished_at
+    assert second.finished_at - second.started_at == pytest.approx(
+        compute_work_s(400 + generated, 300 - generated)
+    )
+    assert 0 < second.ran_s < first.work_s
+
+
+def test_request_larger_than_the_kv_memory_runs_alone() -> None:
+    world = World(8, kv_tokens=1_000)
+    large, small = make_kv_job(2_000, 10), make_kv_job(10, 10)
+    world.advance_and_admit(large, 0.0)
+    world.advance_and_admit(small, 0.0)
+    world.advance(10.0)
+    assert small.started_at == large.finished_at
+    assert world.preempted == 0
+
+
+def test_slice_holds_the_tokens_of_the_slices_before_it() -> None:
+    world = World(8, kv_tokens=1_000)
+    job = make_kv_job(300, 100)
+    job.earlier_tokens = 200
+    world.advance_and_admit(job, 0.0)
+    assert world.observe_pool().kv_usage == pytest.approx(0.5)
+    world.advance(job.work_s / 2)
+    assert world.observe_pool().kv_usage == pytest.approx(0.55)
+
+
+def test_request_preempted_in_a_removed_pod_goes_on_in_another() -> None:
+    world = World(8, pods=2, kv_tokens=2_000, pods_at=[(0.1, 1)])
+    jobs = [make_kv_job(300, 400) for _ in range(4)]
+    for job in jobs:
+        world.advance_and_admit(job, 0.0)
+    world.advance(60.0)
+    assert world.preempted >= 2
+    assert not any(isnan(job.finished_at) for job in jobs)
