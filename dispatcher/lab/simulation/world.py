@@ -474,19 +474,12 @@ class World:
         pod = min(candidates, key=lambda each: each.load, default=None)
         if pod is None:
             return None
-        job, _ = pod.running_batch.popitem()
+        job = next(reversed(pod.running_batch))
         job.finished_at, job.is_gone = self.now, True  # `_finish_job` skips its entry in the heap later
         self.in_system -= job.request_count
-        self._running[True] -= job.request_count
-        pod.running -= job.request_count
-        if self.kv_per_pod != inf:
-            self._free_kv(pod, job)
+        self._leave_slot(pod, job)
         self.on_evicted(job)
         return pod
-
-    def _free_kv(self, pod: Pod, job: Job) -> None:
-        del pod.kv_running[job]
-        self._predict_full_kv(pod)
 
     def _predict_full_kv(self, pod: Pod) -> None:
         """Compute the time at which the running requests of a pod fill its KV memory."""
@@ -510,11 +503,7 @@ class World:
             job.context_tokens + job.earlier_tokens + job.recomputed_tokens,
             job.tokens - job.recomputed_tokens,
         )
-        if self.evicts:
-            pod.running_batch.pop(job, None)
-        self._running[job.is_batch] -= job.request_count
-        pod.running -= job.request_count
-        self._free_kv(pod, job)
+        self._leave_slot(pod, job)
         job.started_at = job.ends_at = nan  # its entry in the heap is skipped
         self.preempted += job.request_count
         pod.queue.appendleft(job)
@@ -637,13 +626,18 @@ class World:
         middle = (floor(end / step_s) + 0.5) * step_s
         return middle if middle > self.now else middle + step_s
 
-    def _release_slot(self, pod: Pod, job: Job) -> None:
+    def _leave_slot(self, pod: Pod, job: Job) -> None:
+        """Take a running request out of its slot and the KV memory."""
         if self.evicts:
             pod.running_batch.pop(job, None)
         self._running[job.is_batch] -= job.request_count
         pod.running -= job.request_count
         if self.kv_per_pod != inf:
-            self._free_kv(pod, job)
+            del pod.kv_running[job]
+            self._predict_full_kv(pod)
+
+    def _release_slot(self, pod: Pod, job: Job) -> None:
+        self._leave_slot(pod, job)
         self._start_queued_jobs(pod)
         self._admit_waiting_jobs()
 
