@@ -440,6 +440,7 @@ def test_missing_matplotlib_names_the_extra_to_install(tmp_path: Path) -> None:
         (["--scenario", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
         (["--slice", "0"], "--slice: must be at least 1, not 0"),
         (["--slice", "250", "--set", "batch_seconds=1"], "leave out batch_seconds"),
+        (["--set", "kv_tokens=1000", "--set", "batch_seconds=1"], "kv_tokens needs requests with tokens"),
         (["--policy", "whole"], "without --slice, dispatcher sends requests whole as well"),
         (["--set", "revokes_slices=true"], "set slice_tokens, too"),
     ],

@@ -266,8 +266,9 @@ class ScenarioFile(Section):
     def _check_together(self) -> ScenarioFile:
         if self.revokes_slices and self.slice_tokens is None:
             raise setting_error("revokes_slices: only slices can be ended early; set slice_tokens, too")
-        if self.slice_tokens is not None and self.batch_seconds is not None:
-            raise setting_error("slice_tokens needs requests with tokens: leave out batch_seconds")
+        for key, value in (("slice_tokens", self.slice_tokens), ("kv_tokens", self.kv_tokens)):
+            if value is not None and self.batch_seconds is not None:
+                raise setting_error(f"{key} needs requests with tokens: leave out batch_seconds")
         if [bool(self.trace), bool(self.steps), bool(self.prometheus)].count(True) > 1:
             raise setting_error("trace, steps and prometheus: give one of them")
         # A job may take at most a tenth of the slots of a pod.
