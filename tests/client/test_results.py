@@ -23,7 +23,8 @@ from dispatcher.client import (
     RequestFailedError,
     TokenUsage,
 )
-from dispatcher.lab.standin.live import Config, LiveWorld
+from dispatcher.lab.standin.config import Config
+from dispatcher.lab.standin.live import LiveWorld
 from dispatcher.requests.request import Request
 from dispatcher.requests.result import ErrorCode, add_partial_answer, encode_answer, encode_failure
 from tests.client.fake_dispatcher import NAMES, POOL, FakeDispatcher, fail_with

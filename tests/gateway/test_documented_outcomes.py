@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from dispatcher.gateway.http_gateway import HttpGateway
-from dispatcher.lab.standin.live import Config, LiveWorld
+from dispatcher.lab.standin.config import Config
+from dispatcher.lab.standin.live import LiveWorld
 from dispatcher.requests.headers import (
     DROP_REASON,
     FORBIDDEN_HEADERS,

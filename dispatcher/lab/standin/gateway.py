@@ -10,10 +10,11 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isnan
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
+from dispatcher.lab.standin.config import Fault
 from dispatcher.lab.standin.generation_api import (
     GeneratedAnswer,
     GenerationConfig,
@@ -36,22 +37,6 @@ from dispatcher.requests.headers import (
     OLD_OBJECTIVE,
     REQUEST_ID,
 )
-
-
-class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fault of the gateway: in its answers, or of its listener."""
-
-    listener: Literal["", "refuse", "blackhole", "plaintext"] = ""
-    """Fault of the listener. `refuse`: stop listening and drop all connections. `blackhole`: connections
-    neither open nor answer. `plaintext`: stop speaking TLS."""
-    answer: Answer | None = None
-    match: str = ""
-    """Text in the body or in the fairness header of the requests that are affected. Empty for all
-    requests."""
-    share: float = 1.0
-    """Share of the requests that are affected (seeded)."""
-    times: int | None = None
-    """Number of requests that are affected, or `None` for any number."""
 
 
 class LogEntry(msgspec.Struct):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Literal
 
+from dispatcher.lab.standin.config import Engine
 from dispatcher.lab.standin.pool import Pool
 
-Engine = Literal["vllm", "sglang"]
 _GAUGES: dict[Engine, tuple[str, str, str]] = {
     "vllm": ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
     "sglang": ("num_running_reqs", "num_queue_reqs", "token_usage"),

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from dispatcher.lab.standin.config import Engine
 from dispatcher.lab.standin.gateway import Gateway
 from dispatcher.lab.standin.http import Exchange, Server
-from dispatcher.lab.standin.model_server_page import Engine
 from dispatcher.lab.standin.model_server_page import render_page as server_page
 from dispatcher.lab.standin.picker import Picker
 from dispatcher.lab.standin.pool import Pool

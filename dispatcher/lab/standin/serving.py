@@ -13,34 +13,12 @@ from typing import Any
 
 import msgspec
 
+from dispatcher.lab.standin.config import Adapter, Roll
+
 DEFAULT_MODEL = "m"
 """Model that is listed while any name is served."""
 _LISTING_PATH = re.compile(r"/servers/([0-9]{1,6})/v1/models")
 _REQUEST_PATH = re.compile(r"/servers/([0-9]{1,6})/v1/(?:chat/completions|completions|embeddings)")
-
-
-class Roll(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Replacement of the servers one by one, the first at once. Requests that run on a server run to their
-    end."""
-
-    to: list[str]
-    """Models that each server serves afterwards."""
-    gone_s: float = 1.0
-    """Time for which a server is gone: it answers nothing, and its slots are missing."""
-    pause_s: float = 0.0
-    """Time from the return of a server until the next one goes."""
-
-
-class Adapter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """LoRA adapter that is loaded while the servers run."""
-
-    name: str
-    after_s: float = 0.0
-    """Time until loading starts."""
-    takes_s: float = 0.0
-    """Time that loading takes. The page of the server lists the adapter as waiting meanwhile."""
-    servers: list[int] | None = None
-    """Numbers of the servers, or `None` for all."""
 
 
 @dataclass(slots=True)

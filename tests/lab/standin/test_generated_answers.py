@@ -12,8 +12,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from dispatcher.lab.standin.config import Config, Control, Roll
 from dispatcher.lab.standin.generation import ROLES, THINK_START, encode_text, generate_text
-from dispatcher.lab.standin.live import Config, Control, GenerationConfig, LiveWorld, Roll
+from dispatcher.lab.standin.generation_api import GenerationConfig
+from dispatcher.lab.standin.live import LiveWorld
 from tests.support import wait_until
 
 openai_types = importlib.import_module("openai.types")

@@ -11,7 +11,8 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dispatcher.lab.standin.live import Config, LiveWorld
+from dispatcher.lab.standin.config import Config
+from dispatcher.lab.standin.live import LiveWorld
 from dispatcher.lab.standin.model import TOKEN_S, compute_work_s
 from dispatcher.lab.standin.picker import TPOT_BOUNDS, TTFT_BOUNDS
 from dispatcher.lab.standin.pool import Job

@@ -27,16 +27,11 @@ import pytest
 import trustme
 from prometheus_client.parser import text_string_to_metric_families
 
-from dispatcher.lab.standin.live import (
-    Answer,
-    Config,
-    Control,
-    Fault,
-    GenerationConfig,
-    LiveWorld,
-    _parse_options,
-)
+from dispatcher.lab.standin.config import Config, Control, Fault
+from dispatcher.lab.standin.generation_api import GenerationConfig
+from dispatcher.lab.standin.live import LiveWorld, _parse_options
 from dispatcher.lab.standin.made_up_traffic import make_burst_trace
+from dispatcher.lab.standin.replies import Answer
 from tests.support import running_process, wait_until
 
 Post = Callable[..., Coroutine[Any, Any, "Reply"]]

@@ -17,7 +17,9 @@ from dispatcher.features.models.listing import find_waiting_adapters, parse_list
 from dispatcher.features.models.watch import ModelWatch
 from dispatcher.gateway.direct import DirectServers
 from dispatcher.gateway.http_gateway import HttpGateway
-from dispatcher.lab.standin.live import Adapter, Answer, Config, Control, Fault, LiveWorld, Roll
+from dispatcher.lab.standin.config import Adapter, Config, Control, Fault, Roll
+from dispatcher.lab.standin.live import LiveWorld
+from dispatcher.lab.standin.replies import Answer
 from dispatcher.lab.standin.serving import parse_models
 from dispatcher.requests.outcomes.outcome import Delivered
 from dispatcher.requests.request import Request
