@@ -230,3 +230,9 @@ class Control(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     restart: bool = False
     """Start a new measurement of peaks, means, counts and quantiles. The log and the counts by request id
     stay."""
+
+
+CHANGED_IN_CONFIG = (
+    *("slots", "queue_limit", "seconds", "path_s", "lag_s", "cold_s", "subset_header", "generation"),
+)
+"""Fields of `Control` that replace the field of `Config` with the same name."""

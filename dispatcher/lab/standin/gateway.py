@@ -14,10 +14,9 @@ from typing import Any
 
 import msgspec
 
-from dispatcher.lab.standin.config import Fault
+from dispatcher.lab.standin.config import Config, Fault
 from dispatcher.lab.standin.generation_api import (
     GeneratedAnswer,
-    GenerationConfig,
     InvalidRequestError,
     parse_request,
 )
@@ -97,45 +96,29 @@ _NUMBERED = "servers/"
 class Gateway:
     """Server at the address of the gateway.
 
-    A request is a batch request unless its objective header is `realtime`. `seconds` is the duration of every
-    request; `None` to derive it from tokens and load. `path_s` is the time to the pool, and again back.
+    A request is a batch request unless its objective header is `realtime`. `get_server_labels` returns the
+    names of the servers in the subset header, with the number of each server.
     """
 
     def __init__(
         self,
+        config: Config,
         pool: Pool,
-        host: str,
-        port: int,
-        tls: ssl.SSLContext | None,
-        *,
-        seconds: float | None,
-        path_s: float,
-        prefixes: PrefixServers,
         servers: ModelServers,
-        drop_reason: str,
-        seed: int,
-        log_max: int,
+        get_server_labels: Callable[[], Mapping[str, int]],
     ) -> None:
-        self.seconds = seconds
-        self.path_s = path_s
-        self.prefixes = prefixes
+        self.prefixes = PrefixServers(config.prefix_servers, config.prefix_blocks, config.seed)
         self.servers = servers
-        self.has_endpoints = True
-        """True if the picker knows endpoints. Otherwise requests are answered 503."""
-        self.subset_header = ""
-        """Header in which a request lists the servers that it may go to. Empty if there is no such header."""
-        self.get_server_labels: Callable[[], Mapping[str, int]] = dict
-        """Function that returns the names used in that header, with the number of each server."""
-        self.log: deque[LogEntry] = deque(maxlen=log_max)
+        self.log: deque[LogEntry] = deque(maxlen=config.log_max)
         """Newest requests in the order of their arrival."""
         self.levels = {"batch": Level(), "realtime": Level()}
         """Number of requests at the gateway, from the last byte of the request to the answer, including both
         ways."""
-        self.server = Server(self._handle_request, host, port, tls)
+        self.server = Server(self._handle_request, config.host, config.port, _load_tls(config))
+        self._config = config
         self._pool = pool
-        self._drop_reason = drop_reason
-        self._seed = seed
-        self._random = random.Random(seed)
+        self._get_server_labels = get_server_labels
+        self._random = random.Random(config.seed)
         self._loop = asyncio.get_running_loop()
         self._fault = Fault()
         self._fault_left: int | None = None
@@ -143,8 +126,6 @@ class Gateway:
         self._answer_counts: Counter[str] = Counter()
         self._arrivals_by_id: Counter[str] = Counter()
         self._served_by_id: Counter[str] = Counter()
-        self.generation: GenerationConfig | None = None
-        """Behaviour of the servers that generate text. `None` if every answer has the same text."""
         self._pooled: dict[int, _Pooled] = {}
         """Requests that are in the pool, by the number of their log entry."""
         self._token_caches: defaultdict[str, TokenCache] = defaultdict(TokenCache)
@@ -195,7 +176,7 @@ class Gateway:
         if (
             exchange.method == "GET"
             and exchange.target.partition("?")[0] == "/v1/models"
-            and self.has_endpoints
+            and self.servers.present
         ):
             exchange.answer(200, self.servers.get_gateway_listing(), [("content-type", "application/json")])
             return
@@ -251,14 +232,14 @@ class Gateway:
             callback(exchange, entry, *arguments)
 
     def _get_path_s(self, entry: LogEntry) -> float:
-        return 0.0 if entry.direct else self.path_s
+        return 0.0 if entry.direct else self._config.path_s
 
     def _choose_answer(self, exchange: Exchange, entry: LogEntry) -> tuple[_Payload | None, Answer]:
         """Return the answer for this request: that of the fault, if it applies, or the one that the payload
         asks for."""
         fault, tenant, payload = self._fault, entry.tenant, None
         # Decoded only if the answer depends on it, since benchmarks send many requests.
-        if exchange.method == "POST" and (self.seconds is None or b'"sim"' in exchange.body):
+        if exchange.method == "POST" and (self._config.seconds is None or b'"sim"' in exchange.body):
             payload = msgspec.json.decode(exchange.body, type=_Payload)
         if (
             not entry.direct
@@ -289,7 +270,7 @@ class Gateway:
         elif entry.direct:
             self._submit_to_pool(exchange, entry, payload, answer)
         elif (
-            not self.has_endpoints
+            not self.servers.present
             or (number := self.servers.pick_server(self._get_named_servers(exchange))) is None
         ):
             reason = "rejected-no-endpoints"
@@ -303,10 +284,10 @@ class Gateway:
 
     def _get_named_servers(self, exchange: Exchange) -> set[int] | None:
         """Return the servers that the request lists, or `None` if it may go to any."""
-        named = exchange.headers.get(self.subset_header) if self.subset_header else None
+        named = exchange.headers.get(self._config.subset_header.lower())
         if named is None:
             return None
-        labels = self.get_server_labels()
+        labels = self._get_server_labels()
         return {labels[label] for each in named.split(",") if (label := each.strip()) in labels}
 
     def _submit_to_pool(
@@ -328,7 +309,7 @@ class Gateway:
             return
 
         max_tokens = payload.max_tokens if payload is not None else None
-        seconds = self.seconds if answer.seconds is None else answer.seconds
+        seconds = self._config.seconds if answer.seconds is None else answer.seconds
         if run is not None:
             generated = run.answer.token_count
         elif seconds is None:
@@ -364,8 +345,8 @@ class Gateway:
             on_start=None if run is None else run.start,
         )
         if not self._pool.submit_job(job):
-            # Only the gateway sets the header with the drop reason.
-            reason = "" if entry.direct else self._drop_reason
+            # Without flow control the model server refuses, and only the gateway sets this header.
+            reason = "rejected-saturated" if self._config.flow_control and not entry.direct else ""
             refusal = build_plain_text(429, "inference error: ResourceExhausted - saturated", reason)
             self._call_after_path(self._send_answer, exchange, entry, refusal)
             return
@@ -433,13 +414,13 @@ class Gateway:
 
         Raises InvalidRequestError.
         """
-        config = self.generation if answer.generation is None else answer.generation
+        config = self._config.generation if answer.generation is None else answer.generation
         path = exchange.target.partition("?")[0]
         if config is None or answer.has_own_content or not path.endswith("/completions"):
             return None
         request = parse_request(exchange.body, is_chat=path.endswith("/chat/completions"), config=config)
         # A request that names its server is not at the server of its session.
-        is_named = entry.direct or (bool(self.subset_header) and self.subset_header in exchange.headers)
+        is_named = entry.direct or self._config.subset_header.lower() in exchange.headers
         place = f"{_NUMBERED}{entry.model_server}" if is_named else server
         cache = self._token_caches[place] if config.prefix_cache else None
         cached = 0 if cache is None else cache.count_cached(request.model, request.prompt)
@@ -507,7 +488,7 @@ class Gateway:
 
     def _draw_tokens(self, id_: str) -> int:
         # Seeded by the id: the cost of a request does not depend on the requests before it.
-        return drawn(random.Random(f"{self._seed}:{id_}"))
+        return drawn(random.Random(f"{self._config.seed}:{id_}"))
 
     def _send_answer(
         self, exchange: Exchange, entry: LogEntry, answer: Answer, generated: int = 0, completion: bytes = b""
@@ -556,3 +537,11 @@ class Gateway:
 
     def _get_level(self, entry: LogEntry) -> Level:
         return self.levels["batch" if entry.batch else "realtime"]
+
+
+def _load_tls(config: Config) -> ssl.SSLContext | None:
+    if not config.tls_cert:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(config.tls_cert, config.tls_key or None)
+    return context

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
-import ssl
 import sys
 import time
 from collections.abc import Coroutine, Sequence
@@ -30,17 +29,14 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
-from dispatcher.lab.standin.config import Config, Control
+from dispatcher.lab.standin.config import CHANGED_IN_CONFIG, Config, Control
 from dispatcher.lab.standin.gateway import Gateway
-from dispatcher.lab.standin.generation_api import GenerationConfig
 from dispatcher.lab.standin.http import Exchange, Server
 from dispatcher.lab.standin.made_up_traffic import TRACE_MAKERS, parse_steps
 from dispatcher.lab.standin.picker import Picker
 from dispatcher.lab.standin.pool import Pool
-from dispatcher.lab.standin.prefixes import PrefixServers
-from dispatcher.lab.standin.scorer import StaleScorer
 from dispatcher.lab.standin.server_ports import ServerPorts
-from dispatcher.lab.standin.serving import ModelServers, parse_models
+from dispatcher.lab.standin.serving import ModelServers
 from dispatcher.lab.standin.trace import Trace, TraceError, load_trace
 from dispatcher.lab.standin.traffic import RealtimeTraffic
 
@@ -56,65 +52,16 @@ class LiveWorld:
     control_url: str
 
     def __init__(self, config: Config) -> None:
-        self._config = config
-        self._slots = config.slots
-        declared = config.slots if config.declared is None else config.declared
-        self.picker = Picker(
-            config.pool,
-            config.endpoints,
-            declared,
-            has_flow_control=config.flow_control,
-            detector=config.detector,
-            detector_name=config.detector_name,
-            is_cold=config.cold,
-            lag_s=config.lag_s,
-            metrics_refresh_s=config.metrics_refresh_s,
-            flush_s=config.flush_s,
-            kv_at_full=config.kv_at_full,
-        )
-        self.pool = Pool(
-            config.slots,
-            config.queue_limit,
-            self._record_pool_state,
-            self.picker.record_latency,
-            scorer=StaleScorer(config.scorer_scrape_s, config.seed) if config.scorer_scrape_s else None,
-            servers=config.endpoints,
-        )
-        self.servers = ModelServers(
-            config.endpoints, parse_models(config.models), config.cold_s, self._handle_server_change
-        )
-        self.gateway = Gateway(
-            self.pool,
-            config.host,
-            config.port,
-            _load_tls(config),
-            seconds=config.seconds,
-            path_s=config.path_s,
-            prefixes=PrefixServers(config.prefix_servers, config.prefix_blocks, config.seed),
-            servers=self.servers,
-            # Without flow control the model server refuses, and it does not set this header.
-            drop_reason="rejected-saturated" if config.flow_control else "",
-            seed=config.seed,
-            log_max=config.log_max,
-        )
-        self.realtime = RealtimeTraffic(self.pool, seconds=config.realtime_seconds, seed=config.seed)
+        # A copy, since `apply_control` changes it.
+        self._config = config = msgspec.structs.replace(config)
+        self.picker = Picker(config)
+        self.pool = Pool(config, self.picker)
+        self.servers = ModelServers(config, self._handle_server_change)
+        self.gateway = Gateway(config, self.pool, self.servers, lambda: self.ports.addresses)
+        self.realtime = RealtimeTraffic(config, self.pool)
         self._steps = parse_steps(config.steps)
         self._trace = _load_traffic(config) if config.trace else None
-        self.ports = ServerPorts(
-            config.host,
-            config.metrics_port,
-            picker=self.picker,
-            pool=self.pool,
-            servers=self.servers,
-            gateway=self.gateway,
-            kv_at_full=config.kv_at_full,
-            token=config.metrics_token,
-            has_own_addresses=config.apart,
-            engine=config.engine,
-        )
-        self._set_generation(config.generation)
-        self.gateway.subset_header = config.subset_header.lower()
-        self.gateway.get_server_labels = lambda: self.ports.addresses
+        self.ports = ServerPorts(config, self.picker, self.pool, self.servers, self.gateway)
         self._control_server = Server(self._handle_command, config.host, config.control_port)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -149,8 +96,8 @@ class LiveWorld:
     async def apply_control(self, control: Control) -> None:
         """Apply the changes. They are in effect when this returns."""
         unset = msgspec.UNSET
-        # First, since the listeners below follow the servers that are present.
         self._apply_pool_changes(control)
+        # After these, since the listeners follow the servers that are present.
         await self.ports.update_listeners()
         if control.realtime is not unset:
             self.realtime.hold_level(control.realtime)
@@ -169,34 +116,14 @@ class LiveWorld:
             self.gateway.restart_measurement()
 
     def _apply_pool_changes(self, control: Control) -> None:
-        """Apply changes of size and speed of the pool, real and as the picker assumes."""
         unset = msgspec.UNSET
-        if control.slots is not unset:
-            self._slots = control.slots
+        for name in CHANGED_IN_CONFIG:
+            if (value := getattr(control, name)) is not unset:
+                setattr(self._config, name, value)
         if control.declared is not unset:
             self.picker.declared = control.declared
         if control.endpoints is not unset:
             self.servers.set_server_count(control.endpoints)
-        if control.queue_limit is not unset:
-            self.pool.queue_limit = control.queue_limit
-        if control.seconds is not unset:
-            self.gateway.seconds = control.seconds
-        if control.path_s is not unset:
-            self.gateway.path_s = control.path_s
-        if control.lag_s is not unset:
-            self.picker.lag_s = control.lag_s
-        self._apply_model_changes(control)
-        self._resize_pool()
-
-    def _apply_model_changes(self, control: Control) -> None:
-        """Apply changes of the models that are served, now or over time."""
-        unset = msgspec.UNSET
-        if control.cold_s is not unset:
-            self.servers.cold_s = control.cold_s
-        if control.subset_header is not unset:
-            self.gateway.subset_header = control.subset_header.lower()
-        if control.generation is not unset:
-            self._set_generation(control.generation)
         if control.lists is not unset:
             self.ports.listing_fault = control.lists
         if control.models is not unset:
@@ -205,11 +132,7 @@ class LiveWorld:
             self._start_task(self.servers.load_adapter(control.adapter))
         if control.roll is not unset:
             self._start_task(self.servers.replace_servers(control.roll))
-
-    def _set_generation(self, generation: GenerationConfig | None) -> None:
-        """Set the behaviour of the servers that generate text, or `None` if they answer the same text."""
-        self.gateway.generation = generation
-        self.servers.context_length = (generation or GenerationConfig()).context_length
+        self._resize_pool()
 
     def build_report(self) -> dict[str, Any]:
         """Return a report of what really happened."""
@@ -221,9 +144,6 @@ class LiveWorld:
             **self.ports.build_report(),
         }
 
-    def _record_pool_state(self) -> None:
-        self.picker.record_pool_state(self.pool)
-
     def _handle_server_change(self) -> None:
         """Adapt the world to servers that have gone or come back."""
         self.gateway.forget_missing_servers()
@@ -233,15 +153,11 @@ class LiveWorld:
     def _resize_pool(self) -> None:
         self.picker.endpoints = len(self.servers.present)
         # A server that is gone takes its share of the slots with it.
-        slots = round(self._slots * self.servers.present_share)
+        slots = round(self._config.slots * self.servers.present_share)
         if self._config.flow_control and self._config.detector == "concurrency":
             slots = min(slots, self.picker.declared)  # the picker sends no more than it assumes
-        self.gateway.has_endpoints = self.picker.endpoints > 0
-        # Before `resize`, which starts as many waiting requests as these allow.
-        self.pool.admission_limit, self.pool.has_picker_queue = (
-            self.picker.admission_limit,
-            self.picker.has_queue,
-        )
+        # Before `resize`, which starts as many waiting requests as this allows.
+        self.pool.admission_limit = self.picker.admission_limit
         self.pool.resize(slots, self.picker.endpoints)
 
     def _handle_metrics_refresh(self) -> None:
@@ -292,14 +208,6 @@ def _load_traffic(config: Config) -> Trace:
     if make_trace is not None:
         return make_trace(config.seed)
     return load_trace(Path(config.trace), slots=config.slots, seed=config.seed)
-
-
-def _load_tls(config: Config) -> ssl.SSLContext | None:
-    if not config.tls_cert:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(config.tls_cert, config.tls_key or None)
-    return context
 
 
 def _parse_options(arguments: Sequence[str] | None) -> Config:

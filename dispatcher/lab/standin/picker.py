@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
 from statistics import pstdev
-from typing import Literal
 
+from dispatcher.lab.standin.config import Config
 from dispatcher.lab.standin.model import KV_AT_FULL, TOKEN_S, WAITING_AT_FULL
 from dispatcher.lab.standin.pool import Job, Pool
 
@@ -78,40 +78,16 @@ class Picker:
 
     The utilization detector decides by the metrics of the model servers instead, which the picker reads every
     `metrics_refresh_s`. Until they show full servers, every request of a burst is sent; after that none is.
-
-    `detector_name` is the name that the operator of the picker gave the detector. With `is_cold` the picker
-    starts without averages and endpoints. `lag_s` is the age of the state that the page shows. Averages are
-    renewed every `flush_s`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        endpoints: int,
-        declared: int,
-        *,
-        has_flow_control: bool,
-        detector: Literal["concurrency", "utilization"],
-        detector_name: str = "",
-        is_cold: bool = False,
-        lag_s: float,
-        metrics_refresh_s: float,
-        flush_s: float,
-        kv_at_full: float,
-    ) -> None:
-        self.endpoints = endpoints
-        self.declared = declared
-        self.lag_s = lag_s
-        self._name = name
-        self._has_flow_control = has_flow_control
-        self._detector = detector
-        self._detector_name = detector_name or f"{detector}-detector"
-        self._is_cold = is_cold
+    def __init__(self, config: Config) -> None:
+        self.endpoints = config.endpoints
+        self.declared = config.slots if config.declared is None else config.declared
+        self._config = config
+        self._is_cold = config.cold
         self._started_at = time.time()
-        self._metrics_refresh_s, self._flush_s = metrics_refresh_s, flush_s
         self._server_snapshot: _Snapshot | None = None
         """State of the model servers when their metrics were last read."""
-        self._kv_at_full = kv_at_full
         self._history: deque[_Snapshot] = deque()
         self._averages = (0.0, 0.0, 0.0, 0.0)
         self._has_had_requests = False
@@ -125,17 +101,12 @@ class Picker:
     @property
     def admission_limit(self) -> float:
         """Number of requests that may be in the model servers at once. The others wait in the picker."""
-        if not self._has_flow_control:
+        if not self._config.flow_control:
             return inf
-        if self._detector == "concurrency":
+        if self._config.detector == "concurrency":
             return self.declared
         servers = self._server_snapshot
         return inf if servers is None or self._compute_saturation(servers) < 1.0 else 0.0
-
-    @property
-    def has_queue(self) -> bool:
-        """True if the picker has a queue of its own."""
-        return self._has_flow_control
 
     def refresh_metrics(self) -> None:
         """Read the metrics of the model servers."""
@@ -149,16 +120,17 @@ class Picker:
             self.refresh_metrics()
             on_refresh()
             # Without the maximum a delayed loop would catch up with a burst of readings.
-            due = max(due + self._metrics_refresh_s, loop.time())
+            due = max(due + self._config.metrics_refresh_s, loop.time())
             await asyncio.sleep(due - loop.time())
 
     def record_pool_state(self, pool: Pool) -> None:
         """Record the state of the pool. Called at each change of it."""
-        if self.lag_s <= 0:
+        lag_s = self._config.lag_s
+        if lag_s <= 0:
             # Without a delay only the newest state is ever shown.
             self._history.clear()
         now = time.monotonic()
-        while len(self._history) > 1 and self._history[1].at <= now - self.lag_s:
+        while len(self._history) > 1 and self._history[1].at <= now - lag_s:
             self._history.popleft()
         inside, outside = pool.waiting_inside, pool.waiting - pool.waiting_inside
         self._has_had_requests = self._has_had_requests or pool.running + pool.waiting > 0
@@ -184,11 +156,11 @@ class Picker:
         due = loop.time()
         # A cold picker has no averages before its first renewal.
         if self._is_cold:
-            due += self._flush_s
-            await asyncio.sleep(self._flush_s)
+            due += self._config.flush_s
+            await asyncio.sleep(self._config.flush_s)
         while True:
             self.flush_now()
-            due += self._flush_s
+            due += self._config.flush_s
             await asyncio.sleep(due - loop.time())
 
     def flush_now(self) -> None:
@@ -209,7 +181,8 @@ class Picker:
         """Return the page as text, with the newest names of the series."""
         view = self._get_visible_snapshot()
         servers = self._server_snapshot or view
-        name = f'name="{self._name}"'
+        config = self._config
+        name = f'name="{config.pool}"'
         running, waiting, kv, deviation = self._averages
         gauges = [
             ("average_running_requests", "The average number of running requests", name, running),
@@ -238,19 +211,15 @@ class Picker:
         for number, (_, queue) in enumerate(servers.servers):
             endpoint = f'{name},model_server_endpoint="server-{number}"'
             gauges.append(("per_endpoint_queue_size", "Queue size of a model server", endpoint, queue))
-        if self._has_flow_control:
-            pool = f'inference_pool="{self._name}"'
+        if config.flow_control:
+            pool = f'inference_pool="{config.pool}"'
             effective = f'{pool},stage="effective"'
-            gauges += [
-                (
-                    "flow_control_pool_saturation",
-                    "Saturation that gates dispatch",
-                    effective,
-                    self._compute_saturation(view if self._detector == "concurrency" else servers),
-                ),
-            ]
-            if self._detector == "utilization":  # the concurrency detector does not read them
-                plugin = f'detector="{self._detector_name}"'
+            saturation = self._compute_saturation(view if config.detector == "concurrency" else servers)
+            gauges.append(
+                ("flow_control_pool_saturation", "Saturation that gates dispatch", effective, saturation)
+            )
+            if config.detector == "utilization":  # the concurrency detector does not read them
+                plugin = f'detector="{config.detector_name or "utilization-detector"}"'
                 gauges.append(
                     ("flow_control_stale_endpoints", "Endpoints with missing or stale metrics", plugin, 0)
                 )
@@ -285,18 +254,18 @@ class Picker:
 
     def _get_visible_snapshot(self) -> _Snapshot:
         """Return the newest state that is old enough to be shown."""
-        visible_at = time.monotonic() - self.lag_s
+        visible_at = time.monotonic() - self._config.lag_s
         # Keeps the newest state that is old enough, which may be long ago.
         while len(self._history) > 1 and self._history[1].at <= visible_at:
             self._history.popleft()
         return self._history[0]
 
     def _compute_kv_share(self, view: _Snapshot) -> float:
-        return min(1.0, self._kv_at_full * view.running / view.slots) if view.slots else 1.0
+        return min(1.0, self._config.kv_at_full * view.running / view.slots) if view.slots else 1.0
 
     def _compute_saturation(self, view: _Snapshot) -> float:
         if view.endpoints <= 0:
             return 1.0
-        if self._detector == "concurrency":
+        if self._config.detector == "concurrency":
             return (view.running + view.waiting) / self.declared if self.declared else 1.0
         return max(view.waiting / view.endpoints / WAITING_AT_FULL, self._compute_kv_share(view) / KV_AT_FULL)

@@ -12,10 +12,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import isnan, nan
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from dispatcher.lab.standin.config import Config
 from dispatcher.lab.standin.model import compute_slowdown
 from dispatcher.lab.standin.scorer import StaleScorer
+
+if TYPE_CHECKING:
+    from dispatcher.lab.standin.picker import Picker
 
 _MAX_SAMPLES = 20_000
 """Number of newest times that are kept for quantiles."""
@@ -51,51 +55,27 @@ class Level:
         return {"now": self.now, "peak": self.peak, "mean": self._area / passed if passed > 0 else self.now}
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class Job:
     """Request in the pool."""
 
-    __slots__ = (
-        "arrived_at",
-        "ends_at",
-        "finished_at",
-        "is_batch",
-        "on_finish",
-        "on_start",
-        "seconds",
-        "server",
-        "started_at",
-        "timer",
-        "tokens",
-        "work_s",
-    )
-
-    def __init__(
-        self,
-        *,
-        is_batch: bool,
-        work_s: float,
-        seconds: float | None,
-        tokens: int,
-        on_finish: Callable[[], None],
-        on_start: Callable[[float], None] | None = None,
-    ) -> None:
-        self.is_batch = is_batch
-        self.work_s = work_s
-        """Duration in an empty pool."""
-        self.seconds = seconds
-        """Duration whatever the load is. `None` if it is work_s × slowdown."""
-        self.tokens = tokens
-        self.on_finish = on_finish
-        self.on_start = on_start
-        """Function that is called with the duration when the request gets a slot."""
-        self.arrived_at = nan
-        self.started_at = nan
-        self.ends_at = nan
-        """Time at which the request ends if the event loop is in time."""
-        self.finished_at = nan
-        self.timer: asyncio.TimerHandle | None = None
-        self.server: _Server | None = None
-        """Server in which the request runs or waits. `None` while it is in no server."""
+    is_batch: bool
+    work_s: float
+    """Duration in an empty pool."""
+    seconds: float | None
+    """Duration whatever the load is. `None` if it is work_s × slowdown."""
+    tokens: int
+    on_finish: Callable[[], None]
+    on_start: Callable[[float], None] | None = None
+    """Function that is called with the duration when the request gets a slot."""
+    arrived_at: float = nan
+    started_at: float = nan
+    ends_at: float = nan
+    """Time at which the request ends if the event loop is in time."""
+    finished_at: float = nan
+    timer: asyncio.TimerHandle | None = None
+    server: _Server | None = None
+    """Server in which the request runs or waits. `None` while it is in no server."""
 
 
 @dataclass(slots=True, eq=False)
@@ -119,24 +99,13 @@ class Pool:
     waits there even while another server has a free slot. Without it, the pods are like one server.
 
     `admission_limit` is the number of requests that the picker lets into the pods; `None` if it lets in as
-    many as run at once. `has_picker_queue` is True if the picker has a queue of its own. `queue_limit` bounds
-    the requests that wait in the picker, or in the pods if the picker has no queue.
+    many as run at once. `queue_limit` bounds the requests that wait in the picker, or in the pods if the
+    picker has no queue.
     """
 
-    def __init__(
-        self,
-        slots: int,
-        queue_limit: int | None,
-        on_change: Callable[[], None],
-        on_answer: Callable[[Job], None] = lambda _: None,
-        *,
-        scorer: StaleScorer | None = None,
-        servers: int = 1,
-    ) -> None:
-        self.slots = slots
-        self.queue_limit = queue_limit
+    def __init__(self, config: Config, picker: Picker) -> None:
+        self.slots = config.slots
         self.admission_limit: float | None = None
-        self.has_picker_queue = True
         self.levels = {"batch": Level(), "realtime": Level(), "all": Level()}
         """Requests in the pool, running or waiting."""
         self.busy = Level()
@@ -160,11 +129,11 @@ class Pool:
         self.delays: deque[float] = deque(maxlen=_MAX_SAMPLES)
         """Delay with which the event loop ended a request. It shows whether the machine was too busy
         to play the pool in real time."""
-        self._on_change = on_change
-        self._on_answer = on_answer
-        self._scorer = scorer
+        self._config = config
+        self._picker = picker
+        self._scorer = StaleScorer(config.scorer_scrape_s, config.seed) if config.scorer_scrape_s else None
         self._servers: list[_Server] = []
-        self._distribute_slots(servers)
+        self._distribute_slots(config.endpoints)
         self._waiting_in_picker: dict[bool, deque[Job]] = {False: deque(), True: deque()}
         self._loop = asyncio.get_running_loop()
 
@@ -201,9 +170,10 @@ class Pool:
         can_admit = self._can_admit
         server = self._choose_server() if can_admit or self.admission_limit is None else None
         can_start = server is not None and server.running < server.slots
-        at_limit = self.queue_limit is not None and self._limited_waiting_count >= self.queue_limit
+        queue_limit = self._config.queue_limit
+        at_limit = queue_limit is not None and self._limited_waiting_count >= queue_limit
         # A request that may enter the pods is not subject to a limit on the queue of the picker.
-        if not can_start and at_limit and not (can_admit and self.has_picker_queue):
+        if not can_start and at_limit and not (can_admit and self._config.flow_control):
             self.refused[kind] += 1
             return False
         now = job.arrived_at = time.monotonic()
@@ -214,7 +184,7 @@ class Pool:
         else:
             self.queue.change_by(1, now)
             self._add_to_queue(job, server if can_admit else None)
-        self._on_change()
+        self._picker.record_pool_state(self)
         return True
 
     def remove_job(self, job: Job) -> None:
@@ -233,13 +203,13 @@ class Pool:
             self._free_slot(job, now)
         self._record_departure(job, now)
 
-    def resize(self, slots: int, servers: int = 1) -> None:
+    def resize(self, slots: int, servers: int) -> None:
         """Change the number of slots. Requests on removed slots run to their end."""
         self._record_loads()
         self.slots = slots
         self._distribute_slots(servers)
         self._start_waiting_jobs(time.monotonic())
-        self._on_change()
+        self._picker.record_pool_state(self)
 
     def restart_measurement(self) -> None:
         """Start a new measurement."""
@@ -322,7 +292,7 @@ class Pool:
         self.delays.append(now - job.ends_at)
         self._record_departure(job, now)
         # Statistics are complete before the answer is sent, so that a test that has it can read them.
-        self._on_answer(job)
+        self._picker.record_latency(job)
         job.on_finish()
 
     def _record_departure(self, job: Job, now: float) -> None:
@@ -330,7 +300,7 @@ class Pool:
         self.levels["batch" if job.is_batch else "realtime"].change_by(-1, now)
         self.levels["all"].change_by(-1, now)
         self._start_waiting_jobs(now)
-        self._on_change()
+        self._picker.record_pool_state(self)
 
     def _start_waiting_jobs(self, now: float) -> None:
         while self._can_admit and (queue := self._next_picker_queue):
@@ -355,7 +325,7 @@ class Pool:
     @property
     def _limited_waiting_count(self) -> int:
         """Number of waiting requests that `queue_limit` bounds."""
-        return self.waiting - self.waiting_inside if self.has_picker_queue else self.waiting_inside
+        return self.waiting - self.waiting_inside if self._config.flow_control else self.waiting_inside
 
 
 def _take_share(whole: int, number: int, parts: int) -> int:

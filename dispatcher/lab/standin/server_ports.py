@@ -5,8 +5,8 @@
     /servers/N/v1/models                                  its list of models
     /servers/N/v1/(chat/completions|completions|embeddings)   requests sent to it directly
 
-With `has_own_addresses` each model server also has its own address, with the same paths without /servers/N,
-which refuses connections while the server is gone.
+With `Config.apart` each model server also has its own address, with the same paths without /servers/N, which
+refuses connections while the server is gone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from dispatcher.lab.standin.config import Engine
+from dispatcher.lab.standin.config import Config
 from dispatcher.lab.standin.gateway import Gateway
 from dispatcher.lab.standin.http import Exchange, Server
 from dispatcher.lab.standin.model_server_page import render_page as server_page
@@ -29,33 +29,18 @@ from dispatcher.lab.standin.serving import ModelServers
 
 
 class ServerPorts:
-    """Listener on one address and, with `has_own_addresses`, one more per model server. `token` is the bearer
-    token that the pages require; empty if they require none."""
+    """Listener on one address and, with `Config.apart`, one more per model server."""
 
     def __init__(
-        self,
-        host: str,
-        port: int,
-        *,
-        picker: Picker,
-        pool: Pool,
-        servers: ModelServers,
-        gateway: Gateway,
-        kv_at_full: float,
-        token: str,
-        has_own_addresses: bool,
-        engine: Engine,
+        self, config: Config, picker: Picker, pool: Pool, servers: ModelServers, gateway: Gateway
     ) -> None:
         self.scraped_at: deque[float] = deque(maxlen=10_000)
         """Times at which the newest pages were served."""
-        self.server = Server(self._handle_exchange, host, port)
+        self.server = Server(self._handle_exchange, config.host, config.metrics_port)
         self.listing_fault = "ok"
         """Answer of each server to requests for its list of models."""
+        self._config = config
         self._picker, self._pool, self._servers, self._gateway = picker, pool, servers, gateway
-        self._kv_at_full = kv_at_full
-        self._token = token
-        self._has_own_addresses = has_own_addresses
-        self._engine = engine
         self._own_servers: dict[int, Server] = {}
         """Own server of each model server by number. Each keeps its address even while it is gone."""
         self._listening: set[int] = set()
@@ -73,7 +58,7 @@ class ServerPorts:
 
     async def update_listeners(self) -> None:
         """Open and close the own addresses, so that exactly the present servers listen."""
-        if not self._has_own_addresses:
+        if not self._config.apart:
             return
         # Two changes at once could open the same listener twice.
         async with self._update_lock:
@@ -129,8 +114,8 @@ class ServerPorts:
                 self._pool,
                 place,
                 len(present),
-                kv_at_full=self._kv_at_full,
-                engine=self._engine,
+                kv_at_full=self._config.kv_at_full,
+                engine=self._config.engine,
                 adapters=self._servers.get_adapters(number),
             )
             for place, number in enumerate(present)
@@ -169,8 +154,8 @@ class ServerPorts:
 
     def _answer_scrape(self, exchange: Exchange, path: str) -> None:
         self.scraped_at.append(time.monotonic())
-        bearer = f"Bearer {self._token}"
-        refused = bool(self._token) and not hmac.compare_digest(
+        bearer = f"Bearer {self._config.metrics_token}"
+        refused = bool(self._config.metrics_token) and not hmac.compare_digest(
             exchange.headers.get("authorization", "").encode(), bearer.encode()
         )
         # A missing token wins over the fault of the pages.

@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from dispatcher.lab.standin.config import Adapter, Roll
+from dispatcher.lab.standin.config import Adapter, Config, Roll
+from dispatcher.lab.standin.generation_api import GenerationConfig
 
 DEFAULT_MODEL = "m"
 """Model that is listed while any name is served."""
@@ -44,21 +45,11 @@ class ModelServers:
     """Model servers behind a picker that uses them in turn, within the servers that a request lists, and
     ignores models.
 
-    `models` are those of each server; the last entry is for all further servers, and `None` serves any name.
-    `cold_s` is the extra time of the first request for a model on each server. `on_change` is called when
-    servers go or come back.
+    `on_change` is called when servers go or come back.
     """
 
-    def __init__(
-        self,
-        servers: int,
-        models: Sequence[Sequence[str]] | None,
-        cold_s: float,
-        on_change: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.cold_s = cold_s
-        self.context_length = 32_768
-        """Maximum number of tokens of a prompt and its answer, as the servers list it."""
+    def __init__(self, config: Config, on_change: Callable[[], None]) -> None:
+        self._config = config
         self._on_change = on_change
         self._servers: list[_ServerState] = []
         self._configured_models: Sequence[Sequence[str]] = [[]]
@@ -67,8 +58,8 @@ class ModelServers:
         """Number of requests for a list of models."""
         self.unknown_count = 0
         """Number of requests for a model that their server did not serve."""
-        self.serve_models(models)
-        self.set_server_count(servers)
+        self.serve_models(parse_models(config.models))
+        self.set_server_count(config.endpoints)
 
     @property
     def present(self) -> list[int]:
@@ -87,7 +78,8 @@ class ModelServers:
             self._servers.append(_ServerState([*self._get_configured_models(len(self._servers))]))
 
     def serve_models(self, models: Sequence[Sequence[str]] | None) -> None:
-        """Serve these models from now on, and no adapter; `None` to serve any name."""
+        """Serve these models from now on, and no adapter. The last entry is for all further servers. `None`
+        serves any name."""
         self._checks_models, self._configured_models = models is not None, models or [[]]
         for number, server in enumerate(self._servers):
             self._replace_models(server, self._get_configured_models(number))
@@ -136,7 +128,7 @@ class ModelServers:
         """Return the server whose turn it is among the allowed ones, -1 if all servers are equal, or `None`
         if no allowed one is there."""
         # Without models and cold starts the choice has no effect.
-        if allowed is None and not (self._checks_models or self.cold_s):
+        if allowed is None and not (self._checks_models or self._config.cold_s):
             return -1
         candidates = [number for number in self.present if allowed is None or number in allowed]
         if not candidates:
@@ -159,7 +151,7 @@ class ModelServers:
         if self._checks_models and model and model not in (*server.models, *server.adapters):
             self.unknown_count += 1
             return _Visit(number, model, 0.0, is_unknown=True)
-        return _Visit(number, model, 0.0 if model in server.warm else self.cold_s)
+        return _Visit(number, model, 0.0 if model in server.warm else self._config.cold_s)
 
     def mark_warm(self, visit: _Visit) -> None:
         """Record that the server accepted the request, so that its model is warm there."""
@@ -213,6 +205,7 @@ class ModelServers:
         ]
 
     def _build_card(self, name: str, parent: str | None) -> dict[str, Any]:
+        generation = self._config.generation or GenerationConfig()
         return {
             "id": name,
             "object": "model",
@@ -220,7 +213,7 @@ class ModelServers:
             "owned_by": "vllm",
             "root": name,
             "parent": parent,
-            "max_model_len": self.context_length,
+            "max_model_len": generation.context_length,
         }
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from collections.abc import Callable
 
+from dispatcher.lab.standin.config import Config
 from dispatcher.lab.standin.model import BATCH_CONTEXT, compute_work_s, draw_tokens
 from dispatcher.lab.standin.pool import Job, Pool
 from dispatcher.lab.standin.trace import Trace
@@ -17,10 +19,10 @@ _RETRY_S = 0.05
 class RealtimeTraffic:
     """Interactive users. They do not retry refused requests, except to hold a level."""
 
-    def __init__(self, pool: Pool, *, seconds: float | None, seed: int) -> None:
+    def __init__(self, config: Config, pool: Pool) -> None:
         self._pool = pool
-        self._seconds = seconds
-        self._random = random.Random(seed)
+        self._seconds = config.realtime_seconds
+        self._random = random.Random(config.seed)
         self._loop = asyncio.get_running_loop()
         self._level = 0
         self._held = 0
@@ -56,14 +58,9 @@ class RealtimeTraffic:
             self._held -= 1
             return
         tokens = draw_tokens(self._random)
-        job = self._make_job(compute_work_s(BATCH_CONTEXT, tokens), tokens)
-        job.on_finish = self._submit_held_job
+        job = self._make_job(compute_work_s(BATCH_CONTEXT, tokens), tokens, self._submit_held_job)
         if not self._pool.submit_job(job):
             self._loop.call_later(_RETRY_S, self._submit_held_job)
 
-    def _make_job(self, work_s: float, tokens: int) -> Job:
-        return Job(is_batch=False, work_s=work_s, seconds=self._seconds, tokens=tokens, on_finish=_do_nothing)
-
-
-def _do_nothing() -> None:
-    pass
+    def _make_job(self, work_s: float, tokens: int, on_finish: Callable[[], None] = lambda: None) -> Job:
+        return Job(is_batch=False, work_s=work_s, seconds=self._seconds, tokens=tokens, on_finish=on_finish)
