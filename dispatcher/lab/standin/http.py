@@ -51,7 +51,7 @@ class Exchange:
         self.body = b""
         self.is_open = True
         """False after the exchange was answered or reset, or its client disconnected."""
-        self.on_disconnect: Callable[[], None] | None = None
+        self.on_disconnect: Callable[[], object] | None = None
         """Function that is called when the client disconnects before the answer is complete."""
 
     def answer(self, status: int, body: bytes = b"", headers: Iterable[tuple[str, str]] = ()) -> None:

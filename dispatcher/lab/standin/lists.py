@@ -10,13 +10,11 @@ fields that it contains. `ListServer.answer_call` does the same without HTTP, al
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import math
-import signal
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -25,6 +23,7 @@ from msgspec import Meta
 
 from dispatcher.lab.standin.http import Exchange, Server
 from dispatcher.lab.standin.list_models import BadCallError, ListCall, parse_call
+from dispatcher.lab.standin.program import parse_options, serve
 
 
 class ListConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -42,7 +41,9 @@ class ListConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Literal["tei", "openai", "triton", "tensorflow", "cohere", "infinity", "plain"],
         Meta(description="Whose words it has for a call with too many."),
     ] = "tei"
-    bad: Annotated[str, Meta(description="A call with this in one of its items is answered 400.")] = ""
+    bad: Annotated[str, Meta(description="A call with this in one of its items is answered 400."), "none"] = (
+        ""
+    )
     wrong_above: Annotated[int, Meta(description="Calls of more items get wrong numbers; 0: none.")] = 0
     missing: Annotated[int, Meta(description="So many of the next answers lack their last item.")] = 0
     fail: Annotated[int, Meta(description="So many of the next calls are answered 503.")] = 0
@@ -310,52 +311,21 @@ class ListService:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         # A call whose client disconnected frees its worker.
-        exchange.on_disconnect = _make_canceller(task)
-
-
-def _make_canceller(task: asyncio.Task[None]) -> Callable[[], None]:
-    def cancel_task() -> None:
-        task.cancel()
-
-    return cancel_task
+        exchange.on_disconnect = task.cancel
 
 
 def _send_json(exchange: Exchange, status: int, body: bytes) -> None:
     exchange.answer(status, body, [("content-type", "application/json")])
 
 
-def _parse_options(arguments: Sequence[str] | None) -> ListConfig:
-    parser = argparse.ArgumentParser(
-        prog="python -m dispatcher.lab.standin.lists",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    for field in msgspec.structs.fields(ListConfig):
-        (about,) = field.type.__metadata__
-        help_text = f"{about.description} Default: {field.default!r}".replace("%", "%%")
-        parser.add_argument(f"--{field.name.replace('_', '-')}", default=None, help=help_text)
-    given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
-    try:
-        return msgspec.convert(given, ListConfig, strict=False)
-    except msgspec.ValidationError as error:
-        parser.error(str(error))
-
-
-async def serve(config: ListConfig) -> None:
-    """Run until SIGTERM or SIGINT. One line of JSON on stdout with the URL says that the server listens."""
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    async with ListService(config) as service:
-        sys.stdout.write(msgspec.json.encode({"url": service.url}).decode() + "\n")
-        sys.stdout.flush()
-        await stop.wait()
+async def _serve(config: ListConfig) -> None:
+    await serve(ListService(config), lambda service: {"url": service.url})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    config = parse_options(ListConfig, arguments, "dispatcher.lab.standin.lists", __doc__)
     try:
-        asyncio.run(serve(_parse_options(arguments)))
+        asyncio.run(_serve(config))
     except OSError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(2)

@@ -17,9 +17,7 @@ gateway has the lists of all at `/v1/models`.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import signal
 import sys
 import time
 from collections.abc import Coroutine, Sequence
@@ -35,6 +33,7 @@ from dispatcher.lab.standin.http import Exchange, Server
 from dispatcher.lab.standin.made_up_traffic import TRACE_MAKERS, parse_steps
 from dispatcher.lab.standin.picker import Picker
 from dispatcher.lab.standin.pool import Pool
+from dispatcher.lab.standin.program import parse_options, serve
 from dispatcher.lab.standin.server_ports import ServerPorts
 from dispatcher.lab.standin.serving import ModelServers
 from dispatcher.lab.standin.trace import Trace, TraceError, load_trace
@@ -211,60 +210,26 @@ def _load_traffic(config: Config) -> Trace:
 
 
 def _parse_options(arguments: Sequence[str] | None) -> Config:
-    parser = argparse.ArgumentParser(
-        prog="python -m dispatcher.lab.standin",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    for field in msgspec.structs.fields(Config):
-        about, *then = field.type.__metadata__
-        default = then[0] if then else msgspec.json.encode(field.default).decode().strip('"')
-        help_text = f"{about.description} Default: {default}".replace("%", "%%")
-        parser.add_argument(f"--{field.name.replace('_', '-')}", default=None, help=help_text)
-    given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
-    try:
-        if "generation" in given:
-            given["generation"] = _parse_json("generation", given["generation"])
-        # Not strict: options are strings that msgspec converts to the types of the fields.
-        return msgspec.convert(given, Config, strict=False)
-    except msgspec.ValidationError as error:
-        parser.error(str(error))
+    return parse_options(Config, arguments, "dispatcher.lab.standin", __doc__, json_field="generation")
 
 
-def _parse_json(name: str, text: str) -> Any:
-    try:
-        return msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
-        raise msgspec.ValidationError(f"{name}: not JSON: {error}") from None
-
-
-async def serve(config: Config) -> None:
-    """Run a world until SIGTERM or SIGINT. One line of JSON on stdout with the URLs says that it listens."""
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    async with LiveWorld(config) as world:
-        urls = {
+async def _serve(config: Config) -> None:
+    await serve(
+        LiveWorld(config),
+        lambda world: {
             "gateway": world.gateway_url,
             "metrics": world.metrics_url,
             "control": world.control_url,
             "servers": world.ports.urls,
-        }
-        sys.stdout.write(msgspec.json.encode(urls).decode() + "\n")
-        sys.stdout.flush()
-        await stop.wait()
+        },
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     import uvloop  # a third of the cost per request on asyncio's own loop
 
     try:
-        uvloop.run(serve(_parse_options(arguments)))
+        uvloop.run(_serve(_parse_options(arguments)))
     except (TraceError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()
