@@ -9,6 +9,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import isnan
 from typing import Any
 
@@ -16,7 +17,6 @@ import msgspec
 
 from dispatcher.lab.standin.config import Config, Fault
 from dispatcher.lab.standin.generation_api import (
-    GeneratedAnswer,
     InvalidRequestError,
     parse_request,
 )
@@ -77,17 +77,23 @@ class _Payload(msgspec.Struct):
     max_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Pooled:
-    """Request that is in the pool."""
+_HEALTHY = Answer()
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """Request at the gateway or at a server, with the answer that it will get."""
 
     exchange: Exchange
     entry: LogEntry
-    job: Job
-    run: GenerationRun | None
+    answer: Answer = _HEALTHY
+    max_tokens: int | None = None
+    tokens: int = 0
+    """Number of tokens that an answer reports whose text is not generated."""
+    run: GenerationRun | None = None
+    """`None` if the text of the answer is not generated."""
 
 
-_HEALTHY = Answer()
 _CUT_DELAY_S = 0.01
 _NUMBERED = "servers/"
 """Begin of the name of a model server that is known by its number."""
@@ -126,8 +132,8 @@ class Gateway:
         self._answer_counts: Counter[str] = Counter()
         self._arrivals_by_id: Counter[str] = Counter()
         self._served_by_id: Counter[str] = Counter()
-        self._pooled: dict[int, _Pooled] = {}
-        """Requests that are in the pool, by the number of their log entry."""
+        self._pooled: dict[_Request, Job] = {}
+        """Requests that are in the pool."""
         self._token_caches: defaultdict[str, TokenCache] = defaultdict(TokenCache)
         """Cache of each server by its session token, or by its number for requests that name their server."""
 
@@ -180,22 +186,23 @@ class Gateway:
         ):
             exchange.answer(200, self.servers.get_gateway_listing(), [("content-type", "application/json")])
             return
-        entry = self._add_log_entry(exchange)
+        request = self._add_request(exchange)
+        entry = request.entry
         self._answer_counts["arrived"] += 1
         if entry.id:
             self._arrivals_by_id[entry.id] += 1
         self._get_level(entry).change_by(1, entry.arrived_at)
-        self._process_request(exchange, entry)
+        self._process_request(request)
 
     def handle_direct_request(self, exchange: Exchange, number: int) -> None:
         """Handle a request that comes to a server directly, without the faults, counts and delays of the
         gateway."""
-        entry = self._add_log_entry(exchange)
-        entry.direct, entry.model_server = True, number
+        request = self._add_request(exchange)
+        request.entry.direct, request.entry.model_server = True, number
         self._answer_counts["direct"] += 1
-        self._process_request(exchange, entry)
+        self._process_request(request)
 
-    def _add_log_entry(self, exchange: Exchange) -> LogEntry:
+    def _add_request(self, exchange: Exchange) -> _Request:
         headers = exchange.headers
         objective = headers.get(OBJECTIVE) or headers.get(OLD_OBJECTIVE)
         tenant = headers.get(FAIRNESS_ID) or headers.get(OLD_FAIRNESS_ID, "")
@@ -203,200 +210,176 @@ class Gateway:
         id_ = headers.get(REQUEST_ID, "")
         entry = LogEntry(self._number, id_, objective != "realtime", tenant, time.monotonic())
         self.log.append(entry)
-        return entry
+        return _Request(exchange, entry)
 
-    def _process_request(self, exchange: Exchange, entry: LogEntry) -> None:
-        # `_submit_to_pool` replaces this as soon as the request is in the pool.
-        exchange.on_disconnect = lambda: self._end_request(entry, 0)
+    def _process_request(self, request: _Request) -> None:
+        exchange = request.exchange
+        exchange.on_disconnect = lambda: self._abort_request(request, 0)
         try:
-            payload, answer = self._choose_answer(exchange, entry)
+            self._choose_answer(request)
         except msgspec.MsgspecError as error:
             # In the format of errors of the real endpoint picker.
-            self._send_answer(
-                exchange, entry, build_plain_text(400, f"inference error: BadRequest - {error}")
-            )
+            request.answer = build_plain_text(400, f"inference error: BadRequest - {error}")
+            self._send_answer(request)
             return
-        if answer.kind == "reset":
+        if request.answer.kind == "reset":
             exchange.reset()
-            self._end_request(entry, -1)
+            self._end_request(request, -1)
         else:
-            self._call_after_path(self._enter_picker, exchange, entry, payload, answer)
+            self._call_after_path(self._enter_picker, request)
 
-    def _call_after_path(
-        self, callback: Callable[..., None], exchange: Exchange, entry: LogEntry, *arguments: Any
-    ) -> None:
-        path_s = self._get_path_s(entry)
-        if path_s > 0:
-            self._loop.call_later(path_s, callback, exchange, entry, *arguments)
+    def _call_after_path(self, callback: Callable[..., None], request: _Request, *arguments: Any) -> None:
+        if self._config.path_s > 0 and not request.entry.direct:
+            self._loop.call_later(self._config.path_s, callback, request, *arguments)
         else:
-            callback(exchange, entry, *arguments)
+            callback(request, *arguments)
 
-    def _get_path_s(self, entry: LogEntry) -> float:
-        return 0.0 if entry.direct else self._config.path_s
-
-    def _choose_answer(self, exchange: Exchange, entry: LogEntry) -> tuple[_Payload | None, Answer]:
-        """Return the answer for this request: that of the fault, if it applies, or the one that the payload
-        asks for."""
-        fault, tenant, payload = self._fault, entry.tenant, None
+    def _choose_answer(self, request: _Request) -> None:
+        """Choose the answer of a request: that of the fault, if it applies, or the one that the payload asks
+        for."""
+        fault, entry, body = self._fault, request.entry, request.exchange.body
         # Decoded only if the answer depends on it, since benchmarks send many requests.
-        if exchange.method == "POST" and (self._config.seconds is None or b'"sim"' in exchange.body):
-            payload = msgspec.json.decode(exchange.body, type=_Payload)
+        if request.exchange.method == "POST" and (self._config.seconds is None or b'"sim"' in body):
+            payload = msgspec.json.decode(body, type=_Payload)
+            request.answer, request.max_tokens = payload.sim, payload.max_tokens
         if (
             not entry.direct
             and fault.answer is not None
             # `None` stands for any number of requests.
             and self._fault_left != 0
-            and (not fault.match or fault.match in tenant or fault.match.encode() in exchange.body)
+            and (not fault.match or fault.match in entry.tenant or fault.match.encode() in body)
             and (fault.share >= 1.0 or self._random.random() < fault.share)
         ):
             if self._fault_left is not None:
                 self._fault_left -= 1
-            return payload, fault.answer
-        return payload, payload.sim if payload is not None else _HEALTHY
+            request.answer = fault.answer
 
-    def _enter_picker(
-        self, exchange: Exchange, entry: LogEntry, payload: _Payload | None, answer: Answer
-    ) -> None:
+    def _enter_picker(self, request: _Request) -> None:
         """Handle a request that has arrived at the picker."""
         # The client may have disconnected on the way to the pool.
-        if not exchange.is_open:
+        if not request.exchange.is_open:
             return
-        if answer.kind == "status":
-            self._call_after_path(self._send_answer, exchange, entry, answer)
-        elif exchange.method != "POST":  # a model server rejects it without running it
-            self._call_after_path(
-                self._send_answer, exchange, entry, build_plain_text(405, "Method Not Allowed")
-            )
-        elif entry.direct:
-            self._submit_to_pool(exchange, entry, payload, answer)
-        elif (
-            not self.servers.present
-            or (number := self.servers.pick_server(self._get_named_servers(exchange))) is None
-        ):
-            reason = "rejected-no-endpoints"
-            refusal = build_plain_text(
-                503, "inference error: ServiceUnavailable - no endpoint available", reason
-            )
-            self._call_after_path(self._send_answer, exchange, entry, refusal)
+        if request.answer.kind == "status":
+            self._call_after_path(self._send_answer, request)
+        elif request.exchange.method != "POST":  # a model server rejects it without running it
+            self._refuse_request(request, 405, "Method Not Allowed")
+        elif request.entry.direct:
+            self._submit_to_pool(request)
         else:
-            entry.model_server = number
-            self._submit_to_pool(exchange, entry, payload, answer)
+            number = self.servers.pick_server(self._get_named_servers(request))
+            if number is None or not self.servers.present:
+                body = "inference error: ServiceUnavailable - no endpoint available"
+                self._refuse_request(request, 503, body, "rejected-no-endpoints")
+            else:
+                request.entry.model_server = number
+                self._submit_to_pool(request)
 
-    def _get_named_servers(self, exchange: Exchange) -> set[int] | None:
+    def _get_named_servers(self, request: _Request) -> set[int] | None:
         """Return the servers that the request lists, or `None` if it may go to any."""
-        named = exchange.headers.get(self._config.subset_header.lower())
+        named = request.exchange.headers.get(self._config.subset_header.lower())
         if named is None:
             return None
         labels = self._get_server_labels()
         return {labels[label] for each in named.split(",") if (label := each.strip()) in labels}
 
-    def _submit_to_pool(
-        self, exchange: Exchange, entry: LogEntry, payload: _Payload | None, answer: Answer
-    ) -> None:
-        visit = self.servers.visit_server(entry.model_server, exchange.body)
+    def _submit_to_pool(self, request: _Request) -> None:
+        entry, answer, body = request.entry, request.answer, request.exchange.body
+        visit = self.servers.visit_server(entry.model_server, body)
         entry.model = visit.model
         if visit.is_unknown:
-            refusal = Answer(kind="status", status=404, body=build_not_found(visit.model))
-            self._call_after_path(self._send_answer, exchange, entry, refusal)
+            self._refuse_request(request, 404, build_not_found(visit.model))
             return
-
-        server = self.prefixes.pick_server(exchange.headers.get(AFFINITY_TOKEN, ""))
+        server = self.prefixes.pick_server(request.exchange.headers.get(AFFINITY_TOKEN, ""))
         try:
-            run = self._start_generation(exchange, entry, answer, server, visit.cold_s)
+            request.run = run = self._start_generation(request, server, visit.cold_s)
         except InvalidRequestError as error:
-            refusal = Answer(kind="status", status=400, body=error.build_body())
-            self._call_after_path(self._send_answer, exchange, entry, refusal)
+            self._refuse_request(request, 400, error.build_body())
             return
-
-        max_tokens = payload.max_tokens if payload is not None else None
         seconds = self._config.seconds if answer.seconds is None else answer.seconds
         if run is not None:
-            generated = run.answer.token_count
-        elif seconds is None:
-            generated = max_tokens or self._draw_tokens(entry.id)
+            tokens, work_s = run.answer.token_count, run.answer.work_s
         else:
-            generated = 0
-
-        def handle_finish() -> None:
-            self._pooled.pop(entry.number, None)
-            entry.started_at = job.started_at
-            if answer.kind == "hang":
-                return
-            if run is not None:
-                self._finish_generation(run, exchange, entry, answer)
-            else:
-                self._call_after_path(
-                    self._send_answer, exchange, entry, answer, generated or max_tokens or 1
-                )
-
+            tokens = request.max_tokens or self._draw_tokens(entry.id) if seconds is None else 0
+            work_s = compute_work_s(BATCH_CONTEXT, tokens) + visit.cold_s
+        request.tokens = tokens or request.max_tokens or 1
+        if seconds is not None:
+            seconds += visit.cold_s
+        if answer.kind == "hang":
+            seconds = 86_400.0  # it keeps its slot until the client disconnects
         job = Job(
             is_batch=entry.batch,
-            work_s=compute_work_s(BATCH_CONTEXT, generated) + visit.cold_s
-            if run is None
-            else run.answer.work_s,
-            # A request that hangs keeps its slot until the client disconnects.
-            seconds=86_400.0
-            if answer.kind == "hang"
-            else seconds
-            if seconds is None
-            else seconds + visit.cold_s,
-            tokens=generated,
-            on_finish=handle_finish,
+            work_s=work_s,
+            seconds=seconds,
+            tokens=tokens,
+            on_finish=partial(self._finish_request, request),
             on_start=None if run is None else run.start,
         )
         if not self._pool.submit_job(job):
             # Without flow control the model server refuses, and only the gateway sets this header.
             reason = "rejected-saturated" if self._config.flow_control and not entry.direct else ""
-            refusal = build_plain_text(429, "inference error: ResourceExhausted - saturated", reason)
-            self._call_after_path(self._send_answer, exchange, entry, refusal)
+            self._refuse_request(request, 429, "inference error: ResourceExhausted - saturated", reason)
             return
-
+        self._pooled[request] = job
         # Only now: a request that was refused has not warmed the model.
         self.servers.mark_warm(visit)
         entry.cold = visit.cold_s > 0
         entry.server = server
-        self.prefixes.record_prompt(server, exchange.body)
-        self._pooled[entry.number] = _Pooled(exchange, entry, job, run)
-        exchange.on_disconnect = lambda: self._abort_request(entry, 0)
+        self.prefixes.record_prompt(server, body)
 
-    def _abort_request(self, entry: LogEntry, status: int) -> None:
+    def _refuse_request(self, request: _Request, status: int, body: str, reason: str = "") -> None:
+        request.answer, request.run = build_plain_text(status, body, reason), None
+        self._call_after_path(self._send_answer, request)
+
+    def _finish_request(self, request: _Request) -> None:
+        """Answer a request that has run to its end."""
+        request.entry.started_at = self._pooled.pop(request).started_at
+        if request.answer.kind == "hang":
+            return
+        run = request.run
+        if run is not None:
+            request.entry.generated_tokens = run.answer.token_count
+            run.finish()
+        if run is not None and run.stream is not None:
+            stream = run.stream
+            self._call_after_path(self._deliver, request, stream.take_first_half(), stream.take_rest())
+        else:
+            self._call_after_path(self._send_answer, request)
+
+    def _abort_request(self, request: _Request, status: int) -> None:
         """End a request that may be in the pool, whose client or gateway broke the connection."""
-        self._remove_from_pool(entry)
-        self._end_request(entry, status)
+        self._remove_from_pool(request)
+        self._end_request(request, status)
 
-    def _remove_from_pool(self, entry: LogEntry) -> None:
+    def _remove_from_pool(self, request: _Request) -> None:
         """Remove a request from the pool. No effect if it is not there."""
-        pooled = self._pooled.pop(entry.number, None)
-        if pooled is not None:
-            job, run = pooled.job, pooled.run
+        job = self._pooled.pop(request, None)
+        if job is not None:
             self._pool.remove_job(job)
-            entry.started_at = None if isnan(job.started_at) else job.started_at
-            if run is not None:
-                entry.generated_tokens = run.stop()
+            request.entry.started_at = None if isnan(job.started_at) else job.started_at
+            if request.run is not None:
+                request.entry.generated_tokens = request.run.stop()
 
     def evict_request(self, id_: str) -> None:
         """Let the picker stop the requests with this id for more important ones. No effect on requests
         that are not in the pool."""
-        for pooled in [each for each in self._pooled.values() if each.entry.id == id_]:
-            exchange, entry, run = pooled.exchange, pooled.entry, pooled.run
+        for request in [each for each in self._pooled if each.entry.id == id_]:
+            run = request.run
             if run is not None and run.stream is not None and run.stream.has_begun:
-                self._cut_connection(exchange, entry)
-                continue
-            self._remove_from_pool(entry)
-            refusal = build_plain_text(
-                429, "inference error: ResourceExhausted - evicted", "evicted-priority"
-            )
-            self._call_after_path(self._send_answer, exchange, entry, refusal)
+                self._cut_connection(request)
+            else:
+                self._remove_from_pool(request)
+                body = "inference error: ResourceExhausted - evicted"
+                self._refuse_request(request, 429, body, "evicted-priority")
 
     def kill_server(self, token: str) -> None:
         """End the model server with this session token: its caches are lost, and so are the answers that it
         generates."""
         self.prefixes.remove_server(token)
         self._token_caches.pop(token, None)
-        for pooled in [*self._pooled.values()]:
-            if pooled.run is not None and pooled.entry.server == token:
-                pooled.run.cache = None
-                self._cut_connection(pooled.exchange, pooled.entry)
+        for request in [*self._pooled]:
+            if request.run is not None and request.entry.server == token:
+                request.run.cache = None
+                self._cut_connection(request)
 
     def forget_missing_servers(self) -> None:
         """Empty the caches of the model servers that are gone."""
@@ -405,127 +388,100 @@ class Gateway:
             if place.startswith(_NUMBERED) and place not in kept:
                 del self._token_caches[place]
 
-    # Generated text.
-
-    def _start_generation(
-        self, exchange: Exchange, entry: LogEntry, answer: Answer, server: str, cold_s: float
-    ) -> GenerationRun | None:
+    def _start_generation(self, request: _Request, server: str, cold_s: float) -> GenerationRun | None:
         """Return the run of a request whose text is generated, or `None` if its answer has other content.
 
         Raises InvalidRequestError.
         """
+        exchange, entry, answer = request.exchange, request.entry, request.answer
         config = self._config.generation if answer.generation is None else answer.generation
         path = exchange.target.partition("?")[0]
         if config is None or answer.has_own_content or not path.endswith("/completions"):
             return None
-        request = parse_request(exchange.body, is_chat=path.endswith("/chat/completions"), config=config)
+        parsed = parse_request(exchange.body, is_chat=path.endswith("/chat/completions"), config=config)
         # A request that names its server is not at the server of its session.
         is_named = entry.direct or self._config.subset_header.lower() in exchange.headers
         place = f"{_NUMBERED}{entry.model_server}" if is_named else server
         cache = self._token_caches[place] if config.prefix_cache else None
-        cached = 0 if cache is None else cache.count_cached(request.model, request.prompt)
-        run = GenerationRun(request.generate_answer(cached, cold_s), cache)
-        entry.model = request.model
-        entry.prompt_tokens, entry.cached_tokens = len(request.prompt), cached
+        cached = 0 if cache is None else cache.count_cached(parsed.model, parsed.prompt)
+        run = GenerationRun(parsed.generate_answer(cached, cold_s), cache)
+        entry.model = parsed.model
+        entry.prompt_tokens, entry.cached_tokens = len(parsed.prompt), cached
         # A request that hangs sends nothing at all.
-        if request.is_stream and answer.kind != "hang":
-            run.stream = self._build_stream(run.answer, exchange, entry, answer, server)
+        if parsed.is_stream and answer.kind != "hang":
+            headers = [*build_headers(server, answer), ("content-type", "text/event-stream; charset=utf-8")]
+            run.stream = EventStream(
+                run.answer,
+                [*run.answer.build_events(entry.id, int(time.time()))],
+                build_head(answer.status, headers, None),
+                send=lambda data: self._call_after_path(self._send_part, request, data),
+                pauses=answer.kind in ("cut", "slow"),
+                on_pause=lambda: self._call_after_path(self._cut_if_asked, request),
+            )
         return run
-
-    def _build_stream(
-        self, generated: GeneratedAnswer, exchange: Exchange, entry: LogEntry, answer: Answer, server: str
-    ) -> EventStream:
-        headers = [*build_headers(server, answer), ("content-type", "text/event-stream; charset=utf-8")]
-
-        def handle_pause() -> None:
-            if answer.kind == "cut":
-                self._cut_connection_later(exchange, entry)
-
-        return EventStream(
-            generated,
-            [*generated.build_events(entry.id, int(time.time()))],
-            build_head(answer.status, headers, None),
-            send=lambda data: self._call_after_path(self._send_part, exchange, entry, data),
-            pauses=answer.kind in ("cut", "slow"),
-            on_pause=handle_pause,
-        )
-
-    def _finish_generation(
-        self, run: GenerationRun, exchange: Exchange, entry: LogEntry, answer: Answer
-    ) -> None:
-        """Send a generated answer, or what remains of it."""
-        count, stream = run.answer.token_count, run.stream
-        entry.generated_tokens = count
-        run.finish()
-        if stream is None:
-            body = run.answer.build_body(entry.id, int(time.time()))
-            self._call_after_path(self._send_answer, exchange, entry, answer, count, body)
-        elif answer.kind in ("cut", "slow"):
-            self._call_after_path(self._send_part, exchange, entry, stream.take_first_half())
-            if answer.kind == "cut":
-                self._cut_connection_later(exchange, entry)
-            else:
-                self._loop.call_later(
-                    self._get_path_s(entry) + answer.slow_s,
-                    self._complete_answer,
-                    exchange,
-                    entry,
-                    stream.take_rest(),
-                    answer.status,
-                )
-        else:
-            rest = stream.take_rest()
-            self._call_after_path(self._complete_stream, exchange, entry, rest, answer.status)
-
-    def _send_part(self, exchange: Exchange, entry: LogEntry, data: bytes) -> None:
-        """Send a part of a stream. In a black hole nothing is sent."""
-        if self._fault.listener != "blackhole" or entry.direct:
-            exchange.send(data)
-
-    def _complete_stream(self, exchange: Exchange, entry: LogEntry, rest: bytes, status: int) -> None:
-        if self._fault.listener != "blackhole" or entry.direct:
-            self._complete_answer(exchange, entry, rest, status)
 
     def _draw_tokens(self, id_: str) -> int:
         # Seeded by the id: the cost of a request does not depend on the requests before it.
         return drawn(random.Random(f"{self._config.seed}:{id_}"))
 
-    def _send_answer(
-        self, exchange: Exchange, entry: LogEntry, answer: Answer, generated: int = 0, completion: bytes = b""
-    ) -> None:
-        if not exchange.is_open or (self._fault.listener == "blackhole" and not entry.direct):
-            return  # in a black hole nothing is sent; the connection ends with the fault
-        headers, body, stream = build_content(exchange, entry.id, entry.server, answer, generated, completion)
-        start = build_head(answer.status, headers, None if stream else len(body))
-        if answer.kind in ("cut", "slow"):
-            half = len(body) // 2
-            exchange.send(start + body[:half])
-            if answer.kind == "cut":
-                # The delay lets the first half reach the client before the connection closes.
-                self._loop.call_later(_CUT_DELAY_S, self._cut_connection, exchange, entry)
-            else:
-                self._loop.call_later(
-                    answer.slow_s, self._complete_answer, exchange, entry, body[half:], answer.status
-                )
+    # What is sent.
+
+    def _is_swallowed(self, request: _Request) -> bool:
+        """Return whether nothing is sent: in a black hole the connection ends with the fault."""
+        return self._fault.listener == "blackhole" and not request.entry.direct
+
+    def _send_part(self, request: _Request, data: bytes) -> None:
+        """Send a part of a stream."""
+        if not self._is_swallowed(request):
+            request.exchange.send(data)
+
+    def _send_answer(self, request: _Request) -> None:
+        exchange, entry, answer = request.exchange, request.entry, request.answer
+        completion = b"" if request.run is None else request.run.answer.build_body(entry.id, int(time.time()))
+        headers, body, is_chunked = build_content(
+            exchange, entry.id, entry.server, answer, request.tokens, completion
+        )
+        half = len(body) // 2
+        start = build_head(answer.status, headers, None if is_chunked else len(body))
+        self._deliver(request, start + body[:half], body[half:])
+
+    def _deliver(self, request: _Request, first: bytes, rest: bytes) -> None:
+        """Send the first part of an answer, and then the rest, as the kind of the answer says."""
+        exchange, answer = request.exchange, request.answer
+        if not exchange.is_open or self._is_swallowed(request):
+            return
+        if answer.kind == "cut":
+            exchange.send(first)
+            self._cut_soon(request)
+        elif answer.kind == "slow":
+            exchange.send(first)
+            self._loop.call_later(answer.slow_s, self._complete_answer, request, rest)
         else:
-            self._complete_answer(exchange, entry, start + body, answer.status)
+            self._complete_answer(request, first + rest)
 
-    def _complete_answer(self, exchange: Exchange, entry: LogEntry, rest: bytes, status: int) -> None:
-        if exchange.is_open:
-            self._end_request(entry, status)
-            exchange.send(rest)
-            exchange.finish()
+    def _complete_answer(self, request: _Request, rest: bytes) -> None:
+        if request.exchange.is_open:
+            self._end_request(request, request.answer.status)
+            request.exchange.send(rest)
+            request.exchange.finish()
 
-    def _cut_connection_later(self, exchange: Exchange, entry: LogEntry) -> None:
+    def _cut_soon(self, request: _Request) -> None:
         """Close the connection after what was sent has reached the client."""
-        self._loop.call_later(self._get_path_s(entry) + _CUT_DELAY_S, self._cut_connection, exchange, entry)
+        self._loop.call_later(_CUT_DELAY_S, self._cut_connection, request)
 
-    def _cut_connection(self, exchange: Exchange, entry: LogEntry) -> None:
-        if exchange.is_open:
-            self._abort_request(entry, -1)
-            exchange.close()
+    def _cut_if_asked(self, request: _Request) -> None:
+        if request.answer.kind == "cut":
+            self._cut_soon(request)
 
-    def _end_request(self, entry: LogEntry, status: int) -> None:
+    def _cut_connection(self, request: _Request) -> None:
+        if request.exchange.is_open:
+            self._abort_request(request, -1)
+            request.exchange.close()
+
+    def _end_request(self, request: _Request, status: int) -> None:
+        entry = request.entry
+        # It refers to the request, which refers to the exchange.
+        request.exchange.on_disconnect = None
         entry.status = status
         entry.ended_at = time.monotonic()
         if entry.direct:
