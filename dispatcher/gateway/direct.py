@@ -1,4 +1,4 @@
-"""Calls over HTTP that go straight to one model server, past the gateway (`ModelServers` of models).
+"""Calls over HTTP that go straight to one model server, past the gateway.
 
 The addresses and the credentials of the servers come from the code that asks them for their models. They
 change with settings, endpoints and rotated files, so they are looked up for each call.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from dispatcher import USER_AGENT
 from dispatcher.gateway.exchange import send_and_read
@@ -30,26 +30,17 @@ _HEADERS = {
 }
 
 
-class KnownServer(Protocol):
+@dataclass(frozen=True, slots=True)
+class ServerAccess:
     """Address and credentials of one model server."""
 
-    @property
-    def base_url(self) -> str:
-        """URL of the server without user and password. The path of a call is appended to it."""
-        ...
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """Headers with the credentials for the server."""
-        ...
-
-    @property
-    def tls(self) -> ssl.SSLContext | None:
-        """TLS context that verifies the server's certificate. `None` if the server speaks plain HTTP.
-
-        It is the same object until settings or files change.
-        """
-        ...
+    base_url: str
+    """URL of the server without user and password. The path of a call is appended to it."""
+    headers: Mapping[str, str] = field(repr=False)
+    """Headers with the credentials for the server."""
+    tls: ssl.SSLContext | None
+    """TLS context that verifies the server's certificate, the same object until settings or files change.
+    `None` if the server speaks plain HTTP."""
 
 
 class DirectServers:
@@ -60,7 +51,7 @@ class DirectServers:
     """
 
     def __init__(
-        self, find_server: Callable[[str], KnownServer | str], limit_bytes: Callable[[], int]
+        self, find_server: Callable[[str], ServerAccess | str], limit_bytes: Callable[[], int]
     ) -> None:
         self._find_server = find_server
         self._limit_bytes = limit_bytes
@@ -68,7 +59,12 @@ class DirectServers:
         self._tls: ssl.SSLContext | None = None
 
     async def post(self, endpoint: str, path: str, body: bytes, *, deadline: float) -> Outcome:
-        """Send one call, as described in `ModelServers`. A path that is not plain is Refused."""
+        """Send one request to an endpoint and return the outcome, at `deadline` (loop time) at the latest.
+
+        Failures of the network or of a server never raise: they are an outcome. An endpoint that is not known
+        is Unreachable, and a path that is not plain is Refused. Cancelling the call closes the connection.
+        The caller must respect the limit and the gate.
+        """
         if not is_plain_path(path):
             return Refused(f"{path[:100]!r} is not a plain path")
         if deadline <= asyncio.get_running_loop().time():

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
 
 import pytest
 import trustme
 from aiohttp import web
 
 from dispatcher import __version__
-from dispatcher.features.models.servers import ModelServers
-from dispatcher.gateway.direct import DirectServers
+from dispatcher.gateway.direct import DirectServers, ServerAccess
 from dispatcher.requests.outcomes.outcome import (
     Delivered,
     Failed,
@@ -33,21 +31,20 @@ SECRET = "hunter2-of-the-servers"
 LIMIT_BYTES = 4096
 
 
-@dataclass(frozen=True)
-class Access:
-    base_url: str
-    headers: Mapping[str, str] = field(default_factory=lambda: {"Authorization": f"Bearer {SECRET}"})
-    tls: ssl.SSLContext | None = None
+def make_access(
+    base_url: str, headers: Mapping[str, str] | None = None, tls: ssl.SSLContext | None = None
+) -> ServerAccess:
+    return ServerAccess(base_url, {"Authorization": f"Bearer {SECRET}"} if headers is None else headers, tls)
 
 
 class Servers:
     """Known model servers by endpoint."""
 
     def __init__(self) -> None:
-        self.known: dict[str, Access] = {}
+        self.known: dict[str, ServerAccess] = {}
         self.direct = DirectServers(self._find, lambda: LIMIT_BYTES)
 
-    def _find(self, endpoint: str) -> Access | str:
+    def _find(self, endpoint: str) -> ServerAccess | str:
         return self.known.get(endpoint, "it is unknown")
 
     async def post(
@@ -57,8 +54,9 @@ class Servers:
         body: bytes = b'{"model":"m"}',
         within_s: float = GENEROUS_S,
     ) -> Outcome:
-        port: ModelServers = self.direct
-        return await port.post(endpoint, path, body, deadline=asyncio.get_running_loop().time() + within_s)
+        return await self.direct.post(
+            endpoint, path, body, deadline=asyncio.get_running_loop().time() + within_s
+        )
 
 
 @pytest.fixture
@@ -72,7 +70,7 @@ async def test_call_reaches_its_server_with_credentials_and_unchanged_body(
     servers: Servers,
 ) -> None:
     async with serving(always(body=b'{"of":"a"}')) as one, serving(always(body=b'{"of":"b"}')) as two:
-        servers.known = {"a:1": Access(one.url + "/servers/0"), "b:1": Access(two.url, {})}
+        servers.known = {"a:1": make_access(one.url + "/servers/0"), "b:1": make_access(two.url, {})}
         assert await servers.post("a:1", body=b'{"z":1, "a":9223372036854775807}') == Delivered(
             200, b'{"of":"a"}'
         )
@@ -103,7 +101,7 @@ async def test_connections_to_a_server_are_kept(servers: Servers) -> None:
         return web.json_response({"model": asked["model"], "path": request.path})
 
     async with http_serving(handle) as port:
-        servers.known = {"a:1": Access(f"http://127.0.0.1:{port}")}
+        servers.known = {"a:1": make_access(f"http://127.0.0.1:{port}")}
         for _ in range(3):
             assert await servers.post() == Delivered(200, b'{"model": "m", "path": "/v1/completions"}')
     assert len(peers) == 1
@@ -123,7 +121,7 @@ async def test_answer_of_a_server_is_classified_and_bounded_like_one_of_the_gate
     servers: Servers, status: str, body: bytes, kind: type[Outcome]
 ) -> None:
     async with serving(always(status=status, body=body)) as server:
-        servers.known = {"a:1": Access(server.url)}
+        servers.known = {"a:1": make_access(server.url)}
         found = await servers.post()
     assert isinstance(found, kind), found
     assert "gateway" not in str(found)
@@ -133,7 +131,7 @@ async def test_answer_of_a_server_is_classified_and_bounded_like_one_of_the_gate
 
 async def test_server_that_is_absent_or_unknown_is_unreachable_with_a_reason(servers: Servers) -> None:
     port = free_port()
-    servers.known = {"a:1": Access(f"http://127.0.0.1:{port}")}
+    servers.known = {"a:1": make_access(f"http://127.0.0.1:{port}")}
     assert await servers.post() == Unreachable(f"no connection: 127.0.0.1:{port}: connection refused")
     assert await servers.post("b:1") == Unreachable("b:1: it is unknown")
 
@@ -146,7 +144,7 @@ async def test_answer_that_breaks_off_is_a_failure_without_secrets(servers: Serv
         connection.writer.close()
 
     async with serving(script) as server:
-        servers.known = {"a:1": Access(server.url)}
+        servers.known = {"a:1": make_access(server.url)}
         found = await servers.post()
     assert isinstance(found, Failed)
     assert SECRET not in repr(found)
@@ -159,7 +157,7 @@ async def test_call_ends_at_its_deadline_and_closes_the_connection(servers: Serv
         await connection.wait_until_closed()
 
     async with serving(script) as server:
-        servers.known = {"a:1": Access(server.url)}
+        servers.known = {"a:1": make_access(server.url)}
         assert await servers.post(within_s=0.3) == TooLate()
         await server.client_closed.wait()
         assert await servers.post(within_s=0.0) == TooLate()
@@ -172,7 +170,7 @@ async def test_cancelling_a_call_closes_the_connection(servers: Servers) -> None
         await connection.wait_until_closed()
 
     async with serving(script) as server:
-        servers.known = {"a:1": Access(server.url)}
+        servers.known = {"a:1": make_access(server.url)}
         call = asyncio.create_task(servers.post())
         await wait_until(lambda: server.received)
         call.cancel()
@@ -182,7 +180,7 @@ async def test_cancelling_a_call_closes_the_connection(servers: Servers) -> None
 @pytest.mark.parametrize("path", ["", "v1/x", "//evil/v1/x", "/v1/../admin", "/v1/x?a=b", "/v1/x\r\nx: y"])
 async def test_path_that_is_not_plain_is_refused(servers: Servers, path: str) -> None:
     async with serving(always()) as server:
-        servers.known = {"a:1": Access(server.url)}
+        servers.known = {"a:1": make_access(server.url)}
         assert isinstance(await servers.post(path=path), Refused)
         assert not server.connections
 
@@ -202,12 +200,12 @@ async def test_server_is_verified_over_tls(
 ) -> None:
     theirs, ours = contexts
     async with serving(always(), theirs) as server:
-        servers.known = {"a:1": Access(server.url, tls=ssl.create_default_context())}
+        servers.known = {"a:1": make_access(server.url, tls=ssl.create_default_context())}
         found = await servers.post()
         assert isinstance(found, Unreachable)
         assert "its certificate is not trusted" in found.why
         assert not server.received
-        servers.known = {"a:1": Access(server.url, tls=ours)}
+        servers.known = {"a:1": make_access(server.url, tls=ours)}
         for _ in range(2):
             assert await servers.post() == Delivered(200, b"{}")
         assert server.received[0].headers["authorization"] == f"Bearer {SECRET}"
@@ -226,10 +224,10 @@ async def test_new_certificates_apply_to_the_next_call_and_not_to_a_running_one(
         await connection.wait_until_closed()
 
     async with serving(script, theirs) as server:
-        servers.known = {"a:1": Access(server.url, tls=ours)}
+        servers.known = {"a:1": make_access(server.url, tls=ours)}
         first = asyncio.create_task(servers.post())
         await wait_until(lambda: server.received)
-        servers.known = {"a:1": Access(server.url, tls=ssl.create_default_context())}
+        servers.known = {"a:1": make_access(server.url, tls=ssl.create_default_context())}
         assert isinstance(await servers.post(), Unreachable)
         server.go_on.set()
         assert await first == Delivered(200, b"0")

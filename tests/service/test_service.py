@@ -11,7 +11,8 @@ from typing import Any, cast
 
 import pytest
 
-from dispatcher.features.models.options import FamilyOptions, ModelOptions
+from dispatcher.features.models.options import ModelOptions
+from dispatcher.features.models.versions import FamilyTerms
 from dispatcher.features.models.warm_up_runner import WarmUpRunner
 from dispatcher.features.models.watch import ModelWatch
 from dispatcher.gateway.http_gateway import HttpGateway
@@ -333,7 +334,7 @@ def test_invalid_warmup_file_rejects_the_configuration(
         assert unstarted.service.config_generation == 2
         families.extend(unstarted.service.dispatcher.context.options.of(ModelOptions).families)
 
-    families: list[FamilyOptions] = []
+    families: list[FamilyTerms] = []
     run_check(check)
     (load_warmup,) = (each.load_warmup for each in families)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,19 +20,7 @@ from dispatcher.features.models.versions import FamilyTerms, PinScope, Transitio
 from dispatcher.features.models.warm_up_files import WarmupFiles
 
 if TYPE_CHECKING:
-    from dispatcher.features.models.warmup import WarmupRequest
     from dispatcher.settings.model import Settings
-
-
-@dataclass(frozen=True, slots=True)
-class FamilyOptions:
-    """A model with versions, or with a warm-up."""
-
-    terms: FamilyTerms
-    load_warmup: Callable[[], Awaitable[tuple[Sequence[WarmupRequest], str]]] | None = None
-    """Return the warm-up requests, and why they may be out of date. `None` if the model has no warm-up."""
-    is_warmup_required: bool = False
-    """True if a version that answered its warm-up with errors stays cold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +29,8 @@ class ModelOptions:
 
     terms: ModelTerms | None = None
     """Rules for requests whose model is not served. `None` if served models are not watched."""
-    families: Sequence[FamilyOptions] = ()
+    families: Sequence[FamilyTerms] = ()
+    """Models with versions, or with a warm-up."""
     can_steer: bool = False
     """True if requests can be confined to endpoints, by a header that the gateway reads."""
     warm_directly: bool | None = None
@@ -62,7 +51,7 @@ def build_options(settings: Settings) -> tuple[ModelOptions]:
         {model.name: WhenNotServed(model.when_not_served) for model in models},
         WhenNotServed(serving.when_not_served),
     )
-    families = [_build_family_options(model, warmups) for model in models if model.is_family]
+    families = [_build_family_terms(model, warmups) for model in models if model.is_family]
     is_observing = is_observing_models(settings)
     options = ModelOptions(
         terms=terms if is_observing else None,
@@ -75,8 +64,8 @@ def build_options(settings: Settings) -> tuple[ModelOptions]:
     return (options,)
 
 
-def _build_family_options(model: ModelSettings, warmups: WarmupFiles) -> FamilyOptions:
-    terms = FamilyTerms(
+def _build_family_terms(model: ModelSettings, warmups: WarmupFiles) -> FamilyTerms:
+    return FamilyTerms(
         name=model.name,
         template=model.version_template,
         # A model without versions is a family with one version, which is always desired.
@@ -86,7 +75,7 @@ def _build_family_options(model: ModelSettings, warmups: WarmupFiles) -> FamilyO
         weights=model.weights,
         labels=model.labels,
         has_warm_up=bool(model.warmup),
+        # Reading files blocks, so it must not run in the event loop.
+        load_warmup=partial(asyncio.to_thread, warmups.requests_for, model.name) if model.warmup else None,
+        is_warmup_required=model.warmup_required,
     )
-    # Reading files blocks, so it must not run in the event loop.
-    load_warmup = partial(asyncio.to_thread, warmups.requests_for, model.name) if model.warmup else None
-    return FamilyOptions(terms, load_warmup, model.warmup_required)

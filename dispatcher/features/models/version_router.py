@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from dispatcher.features.models.availability import GATEWAY
 from dispatcher.features.models.body_rewrite import prepare_for_version
-from dispatcher.features.models.options import FamilyOptions, ModelOptions
+from dispatcher.features.models.options import ModelOptions
 from dispatcher.features.models.queue.calls import ModelCalls
 from dispatcher.features.models.queue_steps import ModelStep
 from dispatcher.features.models.registry import ModelRegistryState, PinRequest
@@ -90,18 +90,15 @@ class VersionRouter:
 
     def reconfigure(self) -> None:
         self.options = self._context.options.of(ModelOptions)
-        self._family_options: dict[str, FamilyOptions] = {
-            each.terms.name: each for each in self.options.families
-        }
         before, self._families = self._families, {}
-        for name, family_options in self._family_options.items():
-            family = self._families[name] = before.get(name) or ModelFamily(family_options.terms)
-            family.reconfigure(family_options.terms)
+        for terms in self.options.families:
+            family = self._families[terms.name] = before.get(terms.name) or ModelFamily(terms)
+            family.reconfigure(terms)
         self._pin_cache.clear()
         if not self._families:
             self._served, self._loading = {}, frozenset()
             self._observed_warm.clear()
-        self._membership = FamilyIndex(each.terms for each in self.options.families)
+        self._membership = FamilyIndex(self.options.families)
         self._families_by_version.clear()
         self._assign_versions()
         self.update_families()
@@ -116,10 +113,9 @@ class VersionRouter:
     def get_family(self, model: str) -> ModelFamily | None:
         return self._families.get(model)
 
-    def get_family_options(self, family: ModelFamily) -> FamilyOptions | None:
-        """Return the settings of a family. `None` if the settings no longer have it."""
-        name = family.terms.name
-        return self._family_options.get(name) if self._families.get(name) is family else None
+    def is_configured(self, family: ModelFamily) -> bool:
+        """Return whether the settings still have this family."""
+        return self._families.get(family.terms.name) is family
 
     @property
     def can_steer(self) -> bool:

@@ -14,15 +14,19 @@ features/models/rollover.py determines the states.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from dispatcher.features.models.version_policy import VersionPolicy
 from dispatcher.features.models.version_template import VersionTemplate
 from dispatcher.requests.lanes import MAX_MODEL_NAME_BYTES
+
+if TYPE_CHECKING:
+    from dispatcher.features.models.warmup import WarmupRequest
 
 MAX_CACHED_NAMES = 20_000
 """Largest number of names whose match with a template is remembered."""
@@ -77,6 +81,10 @@ class FamilyTerms:
     labels: Mapping[str, str] = field(default_factory=dict)
     has_warm_up: bool = False
     """True if a warm-up is configured, so that versions begin cold."""
+    load_warmup: Callable[[], Awaitable[tuple[Sequence[WarmupRequest], str]]] | None = None
+    """Return the warm-up requests, and why they may be out of date. `None` if the model has no warm-up."""
+    is_warmup_required: bool = False
+    """True if a version that answered its warm-up with errors stays cold."""
 
 
 @dataclass(frozen=True, slots=True)

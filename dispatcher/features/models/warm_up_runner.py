@@ -21,7 +21,7 @@ import asyncio
 import contextlib
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from dispatcher.common.printable import escape_unprintable, truncate_text
 from dispatcher.features.models.availability import GATEWAY
@@ -46,7 +46,6 @@ from dispatcher.telemetry.events import Event, emit
 
 if TYPE_CHECKING:
     from dispatcher.features.models.rollover import ModelFamily
-    from dispatcher.features.models.servers import ModelServers
     from dispatcher.features.models.version_router import VersionRouter
     from dispatcher.features.models.warmup import WarmupCall
     from dispatcher.gateway.contract import AttemptResult
@@ -91,6 +90,14 @@ class WarmUp:
     """Time at which another owner may get the lock, by a clock that goes on while the machine sleeps."""
     staleness_note: str = ""
     """Reason why the warm-up requests may be out of date."""
+
+
+class ModelServers(Protocol):
+    """Direct calls to single model servers, past the gateway: `dispatcher.gateway.direct.DirectServers`."""
+
+    async def post(self, endpoint: str, path: str, body: bytes, *, deadline: float) -> Outcome: ...
+
+    async def aclose(self) -> None: ...
 
 
 class WarmUpRunner:
@@ -246,9 +253,11 @@ class WarmUpRunner:
         """Record the result of a warm-up. `is_finished` says that all calls were answered, with errors or
         without."""
         pair = version, endpoint = warm_up.version, warm_up.endpoint
-        errors, family_options = warm_up.errors, self._versions.get_family_options(family)
+        errors = warm_up.errors
         must_retry = (
-            not is_finished or family_options is None or (errors and family_options.is_warmup_required)
+            not is_finished
+            or not self._versions.is_configured(family)
+            or (errors and family.terms.is_warmup_required)
         )
         if must_retry:
             await self._access.call_queue(
@@ -278,10 +287,10 @@ class WarmUpRunner:
     async def _send_calls(self, family: ModelFamily, warm_up: WarmUp) -> bool:
         """Send all calls. Return False if that was interrupted: nothing can be said about an endpoint that is
         unreachable."""
-        family_options = self._versions.get_family_options(family)
-        if family_options is None or family_options.load_warmup is None:
+        load_warmup = family.terms.load_warmup
+        if load_warmup is None or not self._versions.is_configured(family):
             return False
-        requests, warm_up.staleness_note = await family_options.load_warmup()
+        requests, warm_up.staleness_note = await load_warmup()
         timeout_s = self._versions.options.warmup_timeout_s
         calls = plan_calls(requests, self._context.hooks.join_copies, warm_up.version)
         for call in islice(calls, warm_up.sent_count, None):
@@ -331,8 +340,10 @@ class WarmUpRunner:
 
     def _is_desired(self, family: ModelFamily, warm_up: WarmUp) -> bool:
         """Return True if the version is still cold there and in the settings."""
-        is_configured = self._versions.get_family_options(family) is not None
-        return is_configured and (warm_up.version, warm_up.endpoint) in family.list_cold_endpoints()
+        return (
+            self._versions.is_configured(family)
+            and (warm_up.version, warm_up.endpoint) in family.list_cold_endpoints()
+        )
 
     async def _wait_for_room(self, warm_up: WarmUp) -> bool:
         """Wait until a unit of the limit is free. Return False if the gate stays closed, or requests of other

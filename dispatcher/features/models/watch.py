@@ -16,7 +16,7 @@ import random
 import ssl
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
@@ -30,6 +30,7 @@ from dispatcher.features.models.settings import (
     is_observing_models,
 )
 from dispatcher.features.models.versions import FamilyIndex, FamilyTerms
+from dispatcher.gateway.direct import ServerAccess
 from dispatcher.settings.model import GatewaySettings, Settings
 from dispatcher.settings.small_files import BackgroundRead
 from dispatcher.settings.tls import TlsSettings
@@ -55,18 +56,6 @@ _MATCHED_WITHOUT_PAUSE = 256
 """Number of new names that are matched before other tasks may run. It takes 4 ms."""
 _NOT_ASKED = "no model server was asked for its models yet"
 _BY_GATEWAY = "the gateway is asked for all models, so no model server is known"
-
-
-@dataclass(frozen=True, slots=True)
-class ServerAccess:
-    """Address and credentials of one model server, for requests other than its list of models."""
-
-    base_url: str
-    """URL of the server without user and password. The path of a request is appended to it."""
-    headers: Mapping[str, str] = field(repr=False)
-    """Headers with the credentials."""
-    tls: ssl.SSLContext | None
-    """TLS context. `None` if no server of the round was asked by https."""
 
 
 _KnownServers = Mapping[str, ServerAccess | str] | str

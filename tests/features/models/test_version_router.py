@@ -16,7 +16,7 @@ import pytest
 
 from dispatcher.features.models.availability import Listing, ModelTerms, WhenNotServed
 from dispatcher.features.models.model_router import ModelRouter
-from dispatcher.features.models.options import FamilyOptions, ModelOptions
+from dispatcher.features.models.options import ModelOptions
 from dispatcher.features.models.queue.waiting import ModelWait
 from dispatcher.features.models.registry import ModelRegistryState
 from dispatcher.features.models.status import LabelStatus, ModelsStatus
@@ -58,9 +58,7 @@ def options(*, can_steer: bool = False, observe: bool = False, **terms: Any) -> 
         RetryPolicy(base_s=0.1, max_s=1.0, max_attempts=3),
         observe=observe,
         of_features=index_options(
-            ModelOptions(
-                ModelTerms({"qwen": WhenNotServed.WAIT}), (FamilyOptions(family),), can_steer=can_steer
-            )
+            ModelOptions(ModelTerms({"qwen": WhenNotServed.WAIT}), (family,), can_steer=can_steer)
         ),
     )
 
@@ -414,7 +412,7 @@ def test_pin_applies_to_all_owners_and_requests_wait_while_pins_cannot_be_read()
     async def check(scene: Scene) -> None:
         update_listings(scene, a="qwen-v1 qwen-v2")
         key = build_pin_key(
-            options(pin=PinScope.JOB).of(ModelOptions).families[0].terms, request(labels={"job": "a"})
+            options(pin=PinScope.JOB).of(ModelOptions).families[0], request(labels={"job": "a"})
         )
         other = type(scene.queue)(scene.store, "b")
         router = find_part(scene.dispatcher, ModelRouter).versions
@@ -790,7 +788,7 @@ def build_many_families(family_count: int, version_count: int) -> tuple[Options,
     many_options = change_models(
         options(),
         terms=ModelTerms({each.name: WhenNotServed.WAIT for each in families}),
-        families=tuple(FamilyOptions(each) for each in families),
+        families=families,
     )
     return many_options, " ".join(
         f"m{at}-v{number}" for at in range(family_count) for number in range(version_count)

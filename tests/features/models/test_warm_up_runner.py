@@ -15,7 +15,7 @@ from dispatcher.features.merging.rules import BatchRule, MergeMode
 from dispatcher.features.merging.shapes import SHAPES
 from dispatcher.features.models.availability import Listing, ModelTerms, WhenNotServed
 from dispatcher.features.models.model_router import ModelRouter
-from dispatcher.features.models.options import FamilyOptions, ModelOptions
+from dispatcher.features.models.options import ModelOptions
 from dispatcher.features.models.version_template import VersionTemplate
 from dispatcher.features.models.versions import FamilyTerms
 from dispatcher.features.models.warm_up_runner import (
@@ -128,7 +128,14 @@ def options(
     async def read() -> tuple[Sequence[WarmupRequest], str]:
         return warm_up_requests, problem
 
-    family = FamilyTerms("qwen", VersionTemplate("qwen-v"), has_warm_up=True, **terms)
+    family = FamilyTerms(
+        "qwen",
+        VersionTemplate("qwen-v"),
+        has_warm_up=True,
+        load_warmup=read,
+        is_warmup_required=is_required,
+        **terms,
+    )
     return Options(
         RetryPolicy(base_s=0.1, max_s=1.0, max_attempts=3),
         observe=observe,
@@ -136,7 +143,7 @@ def options(
             MergeOptions(merge_rules),
             ModelOptions(
                 ModelTerms({"qwen": WhenNotServed.WAIT}),
-                (FamilyOptions(family, read, is_required),),
+                (family,),
                 can_steer,
                 warm_directly,
                 timeout_s,

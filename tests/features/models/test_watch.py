@@ -15,8 +15,8 @@ from aiohttp import web
 
 from dispatcher.features.models.availability import Listing
 from dispatcher.features.models.versions import parse_version
-from dispatcher.features.models.watch import MAX_CONCURRENT, ModelWatch, ServerAccess
-from dispatcher.gateway.direct import DirectServers
+from dispatcher.features.models.watch import MAX_CONCURRENT, ModelWatch
+from dispatcher.gateway.direct import DirectServers, ServerAccess
 from dispatcher.requests.outcomes.outcome import Delivered
 from dispatcher.settings.load import parse_settings
 from dispatcher.settings.model import Settings

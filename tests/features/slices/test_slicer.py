@@ -13,7 +13,6 @@ import pytest
 from msgspec.structs import replace as replace_config
 
 from dispatcher.features.models.availability import ModelTerms, WhenNotServed
-from dispatcher.features.models.options import FamilyOptions
 from dispatcher.features.models.version_template import VersionTemplate
 from dispatcher.features.models.versions import FamilyTerms
 from dispatcher.features.slices.eligibility import WholeReason
@@ -661,7 +660,7 @@ def test_generation_stays_on_its_version_or_begins_again(listing: str, version: 
     gateway = GenerationGateway(GenerationConfig(end_probability=0.0), token_s=0.01)
     family = FamilyTerms("qwen", VersionTemplate("qwen-v"))
     terms = ModelTerms({"qwen": WhenNotServed.WAIT})
-    options = change_models(build_options(), terms=terms, families=(FamilyOptions(family),))
+    options = change_models(build_options(), terms=terms, families=(family,))
 
     async def check(scene: Scene) -> None:
         update_listings(scene, a="qwen-v1")
