@@ -54,7 +54,7 @@ class LiveWorld:
         # A copy, since `apply_control` changes it.
         self._config = config = msgspec.structs.replace(config)
         self.picker = Picker(config)
-        self.pool = Pool(config, self.picker)
+        self.pool = Pool(config, self.picker.record_pool_state, self.picker.record_latency)
         self.servers = ModelServers(config, self._handle_server_change)
         self.gateway = Gateway(config, self.pool, self.servers, lambda: self.ports.addresses)
         self.realtime = RealtimeTraffic(config, self.pool)

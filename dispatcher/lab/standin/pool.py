@@ -12,14 +12,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import isnan, nan
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dispatcher.lab.standin.config import Config
 from dispatcher.lab.standin.model import compute_slowdown
 from dispatcher.lab.standin.scorer import StaleScorer
-
-if TYPE_CHECKING:
-    from dispatcher.lab.standin.picker import Picker
 
 _MAX_SAMPLES = 20_000
 """Number of newest times that are kept for quantiles."""
@@ -103,7 +100,9 @@ class Pool:
     picker has no queue.
     """
 
-    def __init__(self, config: Config, picker: Picker) -> None:
+    def __init__(
+        self, config: Config, on_change: Callable[[Pool], None], on_answer: Callable[[Job], None]
+    ) -> None:
         self.slots = config.slots
         self.admission_limit: float | None = None
         self.levels = {"batch": Level(), "realtime": Level(), "all": Level()}
@@ -130,7 +129,7 @@ class Pool:
         """Delay with which the event loop ended a request. It shows whether the machine was too busy
         to play the pool in real time."""
         self._config = config
-        self._picker = picker
+        self._on_change, self._on_answer = on_change, on_answer
         self._scorer = StaleScorer(config.scorer_scrape_s, config.seed) if config.scorer_scrape_s else None
         self._servers: list[_Server] = []
         self._distribute_slots(config.endpoints)
@@ -184,7 +183,7 @@ class Pool:
         else:
             self.queue.change_by(1, now)
             self._add_to_queue(job, server if can_admit else None)
-        self._picker.record_pool_state(self)
+        self._on_change(self)
         return True
 
     def remove_job(self, job: Job) -> None:
@@ -209,7 +208,7 @@ class Pool:
         self.slots = slots
         self._distribute_slots(servers)
         self._start_waiting_jobs(time.monotonic())
-        self._picker.record_pool_state(self)
+        self._on_change(self)
 
     def restart_measurement(self) -> None:
         """Start a new measurement."""
@@ -292,7 +291,7 @@ class Pool:
         self.delays.append(now - job.ends_at)
         self._record_departure(job, now)
         # Statistics are complete before the answer is sent, so that a test that has it can read them.
-        self._picker.record_latency(job)
+        self._on_answer(job)
         job.on_finish()
 
     def _record_departure(self, job: Job, now: float) -> None:
@@ -300,7 +299,7 @@ class Pool:
         self.levels["batch" if job.is_batch else "realtime"].change_by(-1, now)
         self.levels["all"].change_by(-1, now)
         self._start_waiting_jobs(now)
-        self._picker.record_pool_state(self)
+        self._on_change(self)
 
     def _start_waiting_jobs(self, now: float) -> None:
         while self._can_admit and (queue := self._next_picker_queue):
