@@ -15,13 +15,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dispatcher.features.models.availability import (
     Listing,
     ModelDecision,
-    ModelSnapshot,
     ModelState,
     NoSuchModel,
     PoolModels,
@@ -92,7 +91,8 @@ class ModelRouter(LeasePart):
         self._calls = context.access.queue.open_calls(ModelCalls)
         self.leases: dict[str, _Route] = {}
         """Models of the leased requests by the token of the lease. Empty if models are not watched."""
-        self._pool_models: PoolModels | None = None
+        self.pool: PoolModels | None = None
+        """Models that the pool serves. `None` if they are not watched."""
         self._changed = asyncio.Event()
         self.versions = VersionRouter(context, self._changed)
         self.reconfigure()
@@ -100,20 +100,20 @@ class ModelRouter(LeasePart):
     def reconfigure(self) -> None:
         terms = self._context.options.of(ModelOptions).terms
         if terms is None:
-            self._pool_models = None
-        elif self._pool_models is None:
-            self._pool_models = PoolModels(terms, loop_time())
-            self._pool_models.expect_models(self.waiting_counts)
+            self.pool = None
+        elif self.pool is None:
+            self.pool = PoolModels(terms, loop_time())
+            self.pool.expect_models(self.waiting_counts)
         else:
-            self._pool_models.reconfigure(terms)
+            self.pool.reconfigure(terms)
         self.versions.reconfigure()
         self._changed.set()
 
     def update_listings(self, listings: Sequence[Listing]) -> None:
         """Apply one round of model lists of the endpoints."""
-        if self._pool_models is None:
+        if self.pool is None:
             return
-        for change in self._pool_models.record_listings(listings, loop_time()):
+        for change in self.pool.record_listings(listings, loop_time()):
             model = change.snapshot
             if self.versions.get_family(model.name) is not None:
                 continue  # the states of its versions are logged instead
@@ -130,13 +130,13 @@ class ModelRouter(LeasePart):
             if model.state is ModelState.READY:
                 self._changed.set()
         if self.versions:
-            self.versions.update_served(self._pool_models)
+            self.versions.update_served(self.pool)
             self._changed.set()
 
     def look_up(self, requests: list[ClaimedRequest]) -> Awaitable[None] | None:
         """Read the model of each request, and choose its version. Return the call to the queue that this
         needs, `None` if it needs none."""
-        if self._pool_models is None:
+        if self.pool is None:
             return None
         models = [parse_model(claimed.request.payload) for claimed in requests]
         for claimed, model in zip(requests, models, strict=True):
@@ -169,9 +169,9 @@ class ModelRouter(LeasePart):
     def apply(self, requests: list[ClaimedRequest]) -> list[ClaimedRequest]:
         """Return the requests whose model is served, each with a body that names its version. All others are
         completed."""
-        if self._pool_models is None:
+        if self.pool is None:
             return requests
-        pool = self._pool_models
+        pool = self.pool
         # During the lookups, a reload may have begun to watch models. Then no model was read.
         return [
             claimed
@@ -229,24 +229,24 @@ class ModelRouter(LeasePart):
 
     def explain(self, attempt: Attempt, outcome: Outcome, sent_at: float) -> Outcome:
         """Return the outcome of an answer, with what is known about the model of the request."""
-        if self._pool_models is None or not isinstance(outcome, Delivered):
+        if self.pool is None or not isinstance(outcome, Delivered):
             return outcome
         route = self.leases.get(attempt.leases[0].lease.token) if attempt.leases else None
         model = "" if route is None else route.model
         version = attempt.request.chosen_model or model
         if outcome.status < 300:
-            self._pool_models.record_answer(version, sent_at)
+            self.pool.record_answer(version, sent_at)
             return outcome
         if not says_no_model(outcome.status, outcome.body, version):
             return outcome
-        self._pool_models.record_denial(version, sent_at, loop_time())
+        self.pool.record_denial(version, sent_at, loop_time())
         if version != model:
-            self.versions.update_served(self._pool_models)
-        match self._get_decision(self._pool_models, model):
+            self.versions.update_served(self.pool)
+        match self._get_decision(self.pool, model):
             case WaitForModel(why):
                 self.request_counts["denied"] += len(attempt.leases)
                 return ModelNotServed(f"not sent again, because its {why}", wait=ModelWait(model))
-            case SendToModel() if version != model or self._pool_models.is_partly_served(model):
+            case SendToModel() if version != model or self.pool.is_partly_served(model):
                 self.request_counts["denied"] += len(attempt.leases)
                 return ModelNotServed(
                     "the request reached a server that does not serve its model", delay_s=OTHER_SERVER_RETRY_S
@@ -272,7 +272,7 @@ class ModelRouter(LeasePart):
     async def run_checks(self) -> None:
         """Return requests to the queue whose model is served, until cancelled. An observer only counts."""
         while True:
-            if self._pool_models is not None:
+            if self.pool is not None:
                 await (
                     self.versions.read_registry()
                     if self._context.options.observe
@@ -280,7 +280,7 @@ class ModelRouter(LeasePart):
                 )
             if await self._count_waiting() and not self._context.options.observe:
                 await self._return_requests()
-            pause_s = UNWATCHED_INTERVAL_S if self._pool_models is None else CHECK_INTERVAL_S
+            pause_s = UNWATCHED_INTERVAL_S if self.pool is None else CHECK_INTERVAL_S
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._changed.wait()
@@ -296,8 +296,8 @@ class ModelRouter(LeasePart):
         if waiting_counts is None:
             return False
         self.waiting_counts = waiting_counts
-        if self._pool_models is not None:
-            self._pool_models.expect_models(waiting_counts)
+        if self.pool is not None:
+            self.pool.expect_models(waiting_counts)
         return True
 
     async def _return_requests(self) -> None:
@@ -317,45 +317,7 @@ class ModelRouter(LeasePart):
             returnable = [model for model in returnable if not self._must_wait(model)]
 
     def _must_wait(self, model: str) -> bool:
-        return self._pool_models is not None and isinstance(
-            self._get_decision(self._pool_models, model), WaitForModel
-        )
-
-    # ── for /status ──────────────────────────────────────────────────────────────────────────────────────
-
-    def list_names(self) -> list[str]:
-        """Return the names of the models that are known, most waited for first. The name of a version is
-        included only if the settings name it or requests wait for it by this name."""
-        if self._pool_models is None:
-            return []
-        versions = {each.name for family in self.versions for each in family.make_snapshots()}
-        hidden = versions - self._pool_models.terms.named_models.keys() - self.waiting_counts.keys()
-        known = [name for name in self._pool_models.list_known() if name not in hidden]
-        return sorted(known, key=lambda name: -self.waiting_counts.get(name, 0))
-
-    def list_states(self) -> list[tuple[ModelSnapshot, int]]:
-        """Return the first MAX_SHOWN of `list_names`, each with the number of requests that wait for it."""
-        if self._pool_models is None:
-            return []
-        pool, at, names = self._pool_models, loop_time(), self.list_names()[:MAX_SHOWN]
-        return [(self._get_state(pool, name, at), self.waiting_counts.get(name, 0)) for name in names]
-
-    def _get_state(self, pool: PoolModels, name: str, at: float) -> ModelSnapshot:
-        """Return the state of one model; of a model with versions, the state of its versions together."""
-        model, family = pool.make_snapshot(name, at), self.versions.get_family(name)
-        if family is None:
-            return model
-        versions = family.make_snapshots()
-        serving = frozenset().union(*(each.endpoints for each in versions if each.weight > 0))
-        state = (
-            ModelState.READY
-            if family.has_open_version
-            else ModelState.LOADING
-            if family.has_listed_version
-            else model.state
-        )
-        since = max((each.state_since for each in versions), default=model.state_since)
-        return replace(model, state=state, serving_count=len(serving), state_since=since, is_denied=False)
+        return self.pool is not None and isinstance(self._get_decision(self.pool, model), WaitForModel)
 
     def explain_waiting(self, counts: QueueCounts) -> WaitingReason | None:
         """Return why requests wait for models. `None` if none do."""
@@ -370,39 +332,14 @@ class ModelRouter(LeasePart):
     def list_held_back(self) -> list[tuple[str, int, str]]:
         """Return the models that requests wait for, with their number and the reason, most first. The list is
         bounded."""
-        if self._pool_models is None:
+        if self.pool is None:
             return []
         waiting = [
             (name, count, decision.why)
             for name, count in self.waiting_counts.items()
-            if isinstance(decision := self._get_decision(self._pool_models, name), WaitForModel)
+            if isinstance(decision := self._get_decision(self.pool, name), WaitForModel)
         ]
         return sorted(waiting, key=lambda each: -each[1])[:MAX_SHOWN]
-
-    def describe_model(self, model: str) -> str:
-        """Describe the state of a model."""
-        if self._pool_models is None:
-            return ""
-        family, drained = self.versions.get_family(model), self.versions.get_drain_note(model)
-        description = (
-            self._pool_models.describe_model(model, loop_time())
-            if family is None
-            else family.describe_state()
-        )
-        if family is None and (why := self.versions.explain_giving_way(model)):
-            description = f"{description}; {why}"
-        return f"drained {drained}; {description}" if drained else description
-
-    @property
-    def registry_problem(self) -> str:
-        """Entries of the model registry that cannot be read, as a sentence. Empty if there are none."""
-        registry = self.versions.registry
-        return "" if self._pool_models is None or registry is None else registry.problem
-
-    @property
-    def endpoint_problems(self) -> Mapping[str, str]:
-        """Endpoints whose models cannot be read, with the reason."""
-        return {} if self._pool_models is None else self._pool_models.problems
 
 
 def _build_model_wait(lease: Lease, request: Request, model: str, why: str) -> Release:

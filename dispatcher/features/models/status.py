@@ -7,15 +7,20 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from dispatcher.features.models.availability import ModelState
 from dispatcher.features.models.registry import ModelRegistryState
 from dispatcher.telemetry.status import MAX_TABLE_ROWS, FeatureSection, FeatureStatus
 
 if TYPE_CHECKING:
+    from dispatcher.features.models.availability import PoolModels
     from dispatcher.features.models.model_router import ModelRouter
     from dispatcher.features.models.rollover import ModelFamily
+    from dispatcher.features.models.versions import VersionSnapshot
     from dispatcher.features.models.warm_up_runner import WarmUpRunner
     from dispatcher.requests.queue_counts import QueueCounts
 
+MAX_SHOWN = 50
+"""Maximum number of models."""
 MAX_EXPLAINED = 3
 """Maximum number of models with a sentence about the requests that wait for them."""
 MAX_VERSIONS = 20
@@ -124,42 +129,39 @@ def build_status(
     model_router: ModelRouter, warm_ups: WarmUpRunner, now: float, counts: QueueCounts | None
 ) -> FeatureStatus:
     """Build the status of the models, as this process sees them."""
-    registry_problem = model_router.registry_problem or None
+    pool, registry = model_router.pool, model_router.versions.registry or ModelRegistryState()
     section = ModelsStatus(
+        model_requests=dict(model_router.request_counts), warm_ups=dict(warm_ups.result_counts)
+    )
+    if pool is None:
+        return FeatureStatus(section)
+    names = _list_names(model_router, pool)
+    section = replace(
+        section,
         models=[
-            _add_family(
-                model_router,
-                ModelStatus(
-                    name=model.name,
-                    state=str(model.state),
-                    serving=model.serving_count,
-                    endpoints=model.endpoint_count,
-                    unread_count=model.unread_count,
-                    waiting=waiting_count if counts else None,
-                    since_s=round(now - model.state_since, 1),
-                    named=model.is_named,
-                    denied=model.is_denied,
-                    drained_by=model_router.versions.get_drain_note(model.name) or None,
-                    sentence=model_router.describe_model(model.name),
-                ),
-                now,
-            )
-            for model, waiting_count in model_router.list_states()
+            _build_model(model_router, pool, registry, name, now, has_counts=counts is not None)
+            for name in names[:MAX_SHOWN]
         ],
-        model_count=len(model_router.list_names()),
-        model_requests=dict(model_router.request_counts),
-        warm_ups=dict(warm_ups.result_counts),
-        model_problems=[
-            f"{endpoint}: {problem}" for endpoint, problem in model_router.endpoint_problems.items()
-        ],
-        model_registry_problem=registry_problem,
+        model_count=len(names),
+        model_problems=[f"{endpoint}: {problem}" for endpoint, problem in pool.problems.items()],
+        model_registry_problem=registry.problem or None,
     )
     what = "Labels and drains of models in the queue cannot be read and are ignored"
     return FeatureStatus(
         section,
         sentences=_explain_waiting(model_router) if counts else (),
-        problems=[f"{what}: {registry_problem}"] if registry_problem else (),
+        problems=[f"{what}: {registry.problem}"] if registry.problem else (),
     )
+
+
+def _list_names(model_router: ModelRouter, pool: PoolModels) -> list[str]:
+    """Return the names of the models that are known, most waited for first. The name of a version is included
+    only if the settings name it or requests wait for it by this name."""
+    waiting = model_router.waiting_counts
+    versions = {each.name for family in model_router.versions for each in family.make_snapshots()}
+    hidden = versions - pool.terms.named_models.keys() - waiting.keys()
+    known = [name for name in pool.list_known() if name not in hidden]
+    return sorted(known, key=lambda name: -waiting.get(name, 0))
 
 
 def _explain_waiting(model_router: ModelRouter) -> list[str]:
@@ -173,14 +175,48 @@ def _explain_waiting(model_router: ModelRouter) -> list[str]:
     return [*sentences, f"And {more} more such models."] if more > 0 else sentences
 
 
-def _add_family(model_router: ModelRouter, model: ModelStatus, now: float) -> ModelStatus:
-    """Return the model with its policy, labels and versions. The same if the settings give it no versions."""
-    family, registry = (
-        model_router.versions.get_family(model.name),
-        model_router.versions.registry or ModelRegistryState(),
+def _build_model(
+    model_router: ModelRouter,
+    pool: PoolModels,
+    registry: ModelRegistryState,
+    name: str,
+    now: float,
+    *,
+    has_counts: bool,
+) -> ModelStatus:
+    model, family = pool.make_snapshot(name, now), model_router.versions.get_family(name)
+    drained = registry.drained_models.get(name)
+    if family is not None:
+        sentence = family.describe_state()
+    else:
+        why = model_router.versions.explain_giving_way(name)
+        sentence = "; ".join(filter(None, [pool.describe_model(name, now), why]))
+    status = ModelStatus(
+        name=name,
+        state=str(model.state),
+        serving=model.serving_count,
+        endpoints=model.endpoint_count,
+        unread_count=model.unread_count,
+        waiting=model_router.waiting_counts.get(name, 0) if has_counts else None,
+        since_s=round(now - model.state_since, 1),
+        named=model.is_named,
+        denied=model.is_denied,
+        drained_by=drained,
+        sentence=f"drained {drained}; {sentence}" if drained else sentence,
     )
-    if family is None:
-        return model
+    return status if family is None else _add_family(status, family, registry, now)
+
+
+def _add_family(
+    model: ModelStatus, family: ModelFamily, registry: ModelRegistryState, now: float
+) -> ModelStatus:
+    """Return the model with the state of its versions together, and with its policy, labels and versions."""
+    versions = family.make_snapshots()
+    if family.has_open_version:
+        state = str(ModelState.READY)
+    else:
+        state = str(ModelState.LOADING) if family.has_listed_version else model.state
+    since = max((each.state_since for each in versions), default=None)
     labels = {label: LabelStatus(version) for label, version in family.terms.labels.items()}
     labels |= {
         label: LabelStatus(version, registry.label_origins.get((family_name, label)))
@@ -189,30 +225,30 @@ def _add_family(model_router: ModelRouter, model: ModelStatus, now: float) -> Mo
     }
     return replace(
         model,
+        state=state,
+        serving=len(frozenset().union(*(each.endpoints for each in versions if each.weight > 0))),
+        since_s=model.since_s if since is None else round(now - since, 1),
+        denied=False,
         policy=str(family.terms.policy),
         labels=labels,
-        versions=_build_versions(family, registry, now),
+        versions=[_build_version(each, family, registry, now) for each in versions[:MAX_VERSIONS]],
     )
 
 
-def _build_versions(family: ModelFamily, registry: ModelRegistryState, now: float) -> list[VersionStatus]:
-    """Return the newest versions first."""
-    return [
-        VersionStatus(
-            name=each.name,
-            label=each.label,
-            state=str(each.state),
-            since_s=round(now - each.state_since, 1),
-            serving=len(each.endpoints),
-            warm=len(each.warm_endpoints) if family.terms.has_warm_up else None,
-            desired=each.is_desired,
-            drained=each.is_drained,
-            drained_by=next(
-                (registry.drained_models[name] for name in each.aliases if name in registry.drained_models),
-                None,
-            ),
-            share=round(each.weight, 4),
-            labels=list(each.labels),
-        )
-        for each in family.make_snapshots()[:MAX_VERSIONS]
-    ]
+def _build_version(
+    version: VersionSnapshot, family: ModelFamily, registry: ModelRegistryState, now: float
+) -> VersionStatus:
+    drained = registry.drained_models
+    return VersionStatus(
+        name=version.name,
+        label=version.label,
+        state=str(version.state),
+        since_s=round(now - version.state_since, 1),
+        serving=len(version.endpoints),
+        warm=len(version.warm_endpoints) if family.terms.has_warm_up else None,
+        desired=version.is_desired,
+        drained=version.is_drained,
+        drained_by=next((drained[name] for name in version.aliases if name in drained), None),
+        share=round(version.weight, 4),
+        labels=list(version.labels),
+    )

@@ -9,12 +9,15 @@ from typing import Any
 from dispatcher.features.models.availability import Listing
 from dispatcher.features.models.model_router import ModelRouter
 from dispatcher.features.models.options import ModelOptions
+from dispatcher.features.models.status import ModelsStatus, ModelStatus
 from dispatcher.kernel import Options
 from dispatcher.requests.request import encode_member
 from dispatcher.requests.submission import Submission
+from dispatcher.settings.model import Settings
 from dispatcher.telemetry.events import Event
 from tests.features.scene import Scene
 from tests.kernel.scene import find_part
+from tests.service.limiter_status import build_context_status
 
 MODEL_NOT_FOUND_BODY = (
     b'{"object":"error","message":"The model `%s` does not exist.","type":"NotFoundError","param":"model"}'
@@ -69,3 +72,15 @@ def list_version_states(scene: Scene, version: str) -> list[str]:
         for event, fields in scene.events
         if event is Event.VERSION and fields["version"] == version
     ]
+
+
+def build_models_status(scene: Scene) -> ModelsStatus:
+    """Return the models as /status shows them."""
+    settings = Settings.model_validate({"gateway": {"url": "http://gateway"}})
+    at = asyncio.get_running_loop().time()
+    return build_context_status(scene.dispatcher.context, at, settings).get_section(ModelsStatus)
+
+
+def get_model(scene: Scene, name: str) -> ModelStatus:
+    """Return a model as /status shows it."""
+    return next(model for model in build_models_status(scene).models if model.name == name)

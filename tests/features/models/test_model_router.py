@@ -14,7 +14,7 @@ from dispatcher.common.grouping import GroupingRule
 from dispatcher.features.merging.options import MergeOptions
 from dispatcher.features.merging.rules import BatchRule, MergeMode
 from dispatcher.features.merging.shapes import SHAPES
-from dispatcher.features.models.availability import DENIAL_S, ModelState, ModelTerms, WhenNotServed
+from dispatcher.features.models.availability import DENIAL_S, ModelTerms, WhenNotServed
 from dispatcher.features.models.counts import ModelCounts
 from dispatcher.features.models.model_router import (
     CHECK_INTERVAL_S,
@@ -36,6 +36,7 @@ from dispatcher.requests.submission import QueueUnavailableError, Submission
 from dispatcher.telemetry.events import Event
 from tests.features.models.model_scene import (
     MODEL_NOT_FOUND_BODY,
+    build_models_status,
     change_models,
     update_listings,
 )
@@ -303,7 +304,7 @@ def test_waiting_requests_return_when_models_are_no_longer_watched() -> None:
         scene.dispatcher.reconfigure(Options(RETRY))
         await asyncio.sleep(UNWATCHED_INTERVAL_S)
         assert gateway.sent == ["n1"]
-        assert find_part(scene.dispatcher, ModelRouter).list_states() == []
+        assert not build_models_status(scene).models
         update_listings(scene, a="")
         await submit_requests(scene, "no such", "n2")
         await asyncio.sleep(1)
@@ -373,12 +374,12 @@ def test_states_and_endpoint_problems_are_listed() -> None:
         update_listings(scene, a="day", b=None)
         await submit_requests(scene, "night", "n1")
         await asyncio.sleep(CHECK_INTERVAL_S + 1)
-        models = find_part(scene.dispatcher, ModelRouter)
-        assert [(snapshot.name, snapshot.state, count) for snapshot, count in models.list_states()] == [
-            ("night", ModelState.UNKNOWN, 1),
-            ("day", ModelState.READY, 0),
+        status = build_models_status(scene)
+        assert [(model.name, model.state, model.waiting) for model in status.models] == [
+            ("night", "unknown", 1),
+            ("day", "ready", 0),
         ]
-        assert models.endpoint_problems == {"b": "it does not answer"}
+        assert status.model_problems == ["b: it does not answer"]
 
     run_in_scene(check, ModelGateway("day"), WATCHED_OPTIONS)
 

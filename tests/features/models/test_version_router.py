@@ -19,7 +19,7 @@ from dispatcher.features.models.model_router import ModelRouter
 from dispatcher.features.models.options import ModelOptions
 from dispatcher.features.models.queue.waiting import ModelWait
 from dispatcher.features.models.registry import ModelRegistryState
-from dispatcher.features.models.status import LabelStatus, ModelsStatus
+from dispatcher.features.models.status import LabelStatus
 from dispatcher.features.models.version_policy import VersionPolicy
 from dispatcher.features.models.version_router import (
     MAX_LOGGED_CHANGES,
@@ -41,7 +41,9 @@ from dispatcher.settings.model import Settings
 from tests.features.models.model_scene import (
     EXCHANGE_INTERVAL_S,
     MODEL_NOT_FOUND_BODY,
+    build_models_status,
     change_models,
+    get_model,
     list_version_states,
     submit_requests,
     update_listings,
@@ -61,13 +63,6 @@ def options(*, can_steer: bool = False, observe: bool = False, **terms: Any) -> 
             ModelOptions(ModelTerms({"qwen": WhenNotServed.WAIT}), (family,), can_steer=can_steer)
         ),
     )
-
-
-def build_models_status(scene: Scene) -> ModelsStatus:
-    """Return the models as /status shows them."""
-    settings = Settings.model_validate({"gateway": {"url": "http://gateway"}})
-    at = asyncio.get_running_loop().time()
-    return build_context_status(scene.dispatcher.context, at, settings).get_section(ModelsStatus)
 
 
 async def read_models_in_use(scene: Scene) -> set[str]:
@@ -209,11 +204,7 @@ def test_with_resource_transition_requests_that_name_a_version_count_as_well() -
         reasons = {name: why for name, _, why in find_part(scene.dispatcher, ModelRouter).list_held_back()}
         assert "'qwen-v1' is drained first" in reasons["qwen"]
         assert reasons["qwen-v2"] == "model 'qwen-v2' waits until 'qwen-v1' is drained"
-        assert (
-            find_part(scene.dispatcher, ModelRouter)
-            .describe_model("qwen-v2")
-            .endswith("; waits until 'qwen-v1' is drained")
-        )
+        assert get_model(scene, "qwen-v2").sentence.endswith("; waits until 'qwen-v1' is drained")
         await asyncio.sleep(25)
         assert gateway.sent_as == {"o1": "qwen-v1", "r1": "qwen-v2", "n1": "qwen-v2"}
         assert await read_models_in_use(scene) == set()
@@ -510,7 +501,7 @@ def test_model_family_can_be_drained_by_its_name() -> None:
         ((name, count, why),) = find_part(scene.dispatcher, ModelRouter).list_held_back()
         assert (name, count) == ("qwen", 1)
         assert re.search("'qwen' is drained by ada since .*: the tokenizer is wrong", why)
-        assert find_part(scene.dispatcher, ModelRouter).describe_model("qwen").startswith("drained by ada")
+        assert get_model(scene, "qwen").sentence.startswith("drained by ada")
         assert await scene.store.undrain_version("qwen")
         await asyncio.sleep(EXCHANGE_INTERVAL_S + 1)
         assert gateway.sent_as == {"r1": "qwen-v2"}
@@ -563,7 +554,7 @@ def test_version_is_listed_separately_only_if_a_request_waits_for_it() -> None:
     gateway = VersionGateway()
 
     def names(scene: Scene) -> list[str]:
-        return [snapshot.name for snapshot, _ in find_part(scene.dispatcher, ModelRouter).list_states()]
+        return [model.name for model in build_models_status(scene).models]
 
     async def check(scene: Scene) -> None:
         update_listings(scene, a="qwen-v1 qwen-v2 other")
@@ -648,16 +639,12 @@ def test_requests_wait_while_no_version_is_served() -> None:
         await asyncio.sleep(EXCHANGE_INTERVAL_S + 1)
         ((_, _, why),) = find_part(scene.dispatcher, ModelRouter).list_held_back()
         assert "no version of 'qwen' is served" in why
-        assert "no version of 'qwen' is served" in find_part(scene.dispatcher, ModelRouter).describe_model(
-            "qwen"
-        )
+        assert "no version of 'qwen' is served" in get_model(scene, "qwen").sentence
         update_listings(scene, a="other qwen-v1")
         await asyncio.sleep(1)
         assert gateway.sent_as == {"r1": "qwen-v1"}
-        ((snapshot, _), *_) = [
-            each for each in find_part(scene.dispatcher, ModelRouter).list_states() if each[0].name == "qwen"
-        ]
-        assert (snapshot.state, snapshot.serving_count, snapshot.endpoint_count) == ("ready", 1, 1)
+        model = get_model(scene, "qwen")
+        assert (model.state, model.serving, model.endpoints) == ("ready", 1, 1)
 
     run_in_scene(check, gateway, options())
 
