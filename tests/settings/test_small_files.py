@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dispatcher.features.models.warm_up_files import read_warmup_file
+from dispatcher.features.models.warm_up_files import WarmupFile
 from dispatcher.features.models.warmup import WarmupRules
 from dispatcher.settings.load import read_config
 from dispatcher.settings.small_files import BackgroundRead, read_regular_file, read_with_timeout
@@ -74,7 +74,9 @@ def test_configuration_that_is_not_a_regular_file_is_a_problem(irregular_path: P
 
 
 def test_warm_up_that_is_not_a_regular_file_is_a_problem(irregular_path: Path) -> None:
-    assert "cannot be read" in str(read_warmup_file(irregular_path, WarmupRules("/v1/completions")))
+    assert "cannot be read" in str(
+        WarmupFile(irregular_path, "models[0].warmup", WarmupRules("/v1/completions")).read()
+    )
 
 
 @pytest.mark.parametrize("settings", [{"ca_file": "{}"}, {"cert_file": "{}", "key_file": "{}"}])

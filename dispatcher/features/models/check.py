@@ -65,17 +65,16 @@ class ModelsCheck(FeatureCheck):
         if not any(model.warmup for model in get_models(settings)):
             return
         # Imported here because few configurations have warm-ups, and the import is slow.
-        from dispatcher.features.models.warm_up_files import WarmupFiles
+        from dispatcher.features.models.warm_up_files import find_warmup_files
 
-        warmups = WarmupFiles(settings)
-        for model in warmups.paths:
-            found = warmups.read_requests(model)
+        for file in find_warmup_files(settings).values():
+            found = file.read()
             if isinstance(found, Problem):
                 yield Finding("failed", found.where, found.what)
             else:
                 calls = sum(each.repeat for each in found)
-                what = f"{warmups.paths[model]}: {len(found):,} requests, {calls:,} calls for each server"
-                yield Finding("ok", warmups.setting_path(model), what)
+                what = f"{file.path}: {len(found):,} requests, {calls:,} calls for each server"
+                yield Finding("ok", file.setting, what)
 
     def find_only_model(self, settings: Settings) -> str:
         models = get_models(settings)

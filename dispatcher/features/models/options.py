@@ -17,7 +17,7 @@ from dispatcher.features.models.settings import (
 )
 from dispatcher.features.models.version_policy import VersionPolicy
 from dispatcher.features.models.versions import FamilyTerms, PinScope, Transition
-from dispatcher.features.models.warm_up_files import WarmupFiles
+from dispatcher.features.models.warm_up_files import WarmupFile, load_warmup_files
 
 if TYPE_CHECKING:
     from dispatcher.settings.model import Settings
@@ -45,13 +45,13 @@ def build_options(settings: Settings) -> tuple[ModelOptions]:
     """Return the options that follow from the settings. Raises OSError if a file with warm-up requests cannot
     be used."""
     serving, models = settings.get_section(ServingSettings), get_models(settings)
-    warmups = WarmupFiles.load_usable(settings)
+    files = load_warmup_files(settings)
     warm_up_by = serving.warmup.by
     terms = ModelTerms(
         {model.name: WhenNotServed(model.when_not_served) for model in models},
         WhenNotServed(serving.when_not_served),
     )
-    families = [_build_family_terms(model, warmups) for model in models if model.is_family]
+    families = [_build_family_terms(model, files.get(model.name)) for model in models if model.is_family]
     is_observing = is_observing_models(settings)
     options = ModelOptions(
         terms=terms if is_observing else None,
@@ -64,7 +64,7 @@ def build_options(settings: Settings) -> tuple[ModelOptions]:
     return (options,)
 
 
-def _build_family_terms(model: ModelSettings, warmups: WarmupFiles) -> FamilyTerms:
+def _build_family_terms(model: ModelSettings, warmup_file: WarmupFile | None) -> FamilyTerms:
     return FamilyTerms(
         name=model.name,
         template=model.version_template,
@@ -74,8 +74,8 @@ def _build_family_terms(model: ModelSettings, warmups: WarmupFiles) -> FamilyTer
         pin=PinScope(model.pin),
         weights=model.weights,
         labels=model.labels,
-        has_warm_up=bool(model.warmup),
+        has_warm_up=warmup_file is not None,
         # Reading files blocks, so it must not run in the event loop.
-        load_warmup=partial(asyncio.to_thread, warmups.requests_for, model.name) if model.warmup else None,
+        load_warmup=None if warmup_file is None else partial(asyncio.to_thread, warmup_file.load),
         is_warmup_required=model.warmup_required,
     )

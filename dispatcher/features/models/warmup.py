@@ -55,18 +55,6 @@ class WarmupRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class WarmupFault:
-    """One error in a file."""
-
-    line: int | None
-    """Line number. `None` if the error concerns the whole file."""
-    message: str
-
-    def __str__(self) -> str:
-        return self.message if self.line is None else f"line {self.line}: {self.message}"
-
-
-@dataclass(frozen=True, slots=True)
 class WarmupRules:
     """Rules for the content of a file."""
 
@@ -105,37 +93,36 @@ _encode = msgspec.json.Encoder().encode
 # Parsing.
 
 
-def parse_warmup(text: bytes, rules: WarmupRules) -> tuple[WarmupRequest, ...] | tuple[WarmupFault, ...]:
-    """Return the requests of a file in order, at least one, or its errors. Never raises.
+def parse_warmup(text: bytes, rules: WarmupRules) -> tuple[WarmupRequest, ...] | list[str]:
+    """Return the requests of a file in order, at least one, or a list of its errors. Never raises.
 
     At most MAX_FAULTS_SHOWN errors are listed, followed by the number of further ones.
     """
     if len(text) > MAX_FILE_BYTES:
-        return (WarmupFault(None, f"is larger than {MAX_FILE_BYTES // 1_000_000} MB"),)
+        return [f"is larger than {MAX_FILE_BYTES // 1_000_000} MB"]
     requests: list[WarmupRequest] = []
-    faults: list[WarmupFault] = []
+    faults: list[str] = []
     lines = [(number, line.strip()) for number, line in enumerate(text.split(b"\n"), start=1)]
     # Blank lines are skipped, but they count in line numbers.
     lines = [each for each in lines if each[1]]
     if len(lines) > MAX_LINES:
-        faults.append(WarmupFault(None, f"has {len(lines):,} requests, {MAX_LINES:,} at most"))
+        faults.append(f"has {len(lines):,} requests, {MAX_LINES:,} at most")
     # A file with more lines is rejected anyway.
     for number, line in lines[:MAX_LINES]:
         parsed = _parse_line(line, rules)
         if isinstance(parsed, WarmupRequest):
             requests.append(parsed)
         else:
-            faults += [WarmupFault(number, what) for what in parsed]
+            faults += [f"line {number}: {what}" for what in parsed]
     calls = sum(each.repeat for each in requests)
     if calls > MAX_CALLS:
-        faults.append(WarmupFault(None, f"asks for {calls:,} calls with all repeats, {MAX_CALLS:,} at most"))
+        faults.append(f"asks for {calls:,} calls with all repeats, {MAX_CALLS:,} at most")
     if not lines:
-        faults.append(WarmupFault(None, "holds no request"))
+        faults.append("holds no request")
     if not faults:
         return tuple(requests)
     more = len(faults) - MAX_FAULTS_SHOWN
-    shown = faults[:MAX_FAULTS_SHOWN]
-    return (*shown, WarmupFault(None, f"and {more:,} more")) if more > 0 else tuple(shown)
+    return [*faults[:MAX_FAULTS_SHOWN], f"and {more:,} more"] if more > 0 else faults
 
 
 def _parse_line(line: bytes, rules: WarmupRules) -> WarmupRequest | list[str]:
