@@ -16,15 +16,33 @@ if TYPE_CHECKING:
 
     from dispatcher.features.models.queue.waiting import ReturnedRequests
     from dispatcher.features.models.registry import ModelRegistryState, PinRequest
+    from dispatcher.queue.redis.backend import Backend
     from dispatcher.queue.redis.owner import RedisQueue
     from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 
 
-class ModelCalls:
+class _ReadingCalls:
+    """Calls that only read."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    async def count_waiting_by_model(self) -> Mapping[str, int]:
+        """Return the number of requests that wait for each model (named by `lanes.shorten_model_name`).
+        Covers at most 1,000 models, and others with each call."""
+        return await waiting.count_waiting_by_model(self._backend)
+
+    async def read_model_registry(self) -> ModelRegistryState:
+        """Return the state of model versions."""
+        return await registry.refresh_registry(self._backend)
+
+
+class ModelCalls(_ReadingCalls):
     """Calls of one dispatcher. Obtained by `Queue.open_calls`."""
 
     def __init__(self, queue: RedisQueue) -> None:
-        self._backend, self._owner = queue.backend, queue.owner
+        super().__init__(queue.backend)
+        self._owner = queue.owner
 
     async def return_waiting_for_models(self, models: Sequence[str]) -> ReturnedRequests:
         """Return requests that wait for one of these models to their old place in the queue.
@@ -34,11 +52,6 @@ class ModelCalls:
         `returned_count` counts only what the repetition moved.
         """
         return await waiting.return_waiting_for_models(self._backend, models)
-
-    async def count_waiting_by_model(self) -> Mapping[str, int]:
-        """Return the number of requests that wait for each model (named by `lanes.shorten_model_name`).
-        Covers at most 1,000 models, and others with each call."""
-        return await waiting.count_waiting_by_model(self._backend)
 
     async def refresh_warm_markers(
         self,
@@ -53,11 +66,7 @@ class ModelCalls:
         removed or has expired. The report of `models_in_use` holds for 15 s, or until the next report of this
         owner.
         """
-        return await registry.refresh_warm_markers(self._backend, self._owner, keep, remove, models_in_use)
-
-    async def read_model_registry(self) -> ModelRegistryState:
-        """Return the state as `refresh_warm_markers` does, without writing."""
-        return await registry.read_model_registry(self._backend)
+        return await registry.refresh_registry(self._backend, self._owner, keep, remove, models_in_use)
 
     async def take_warm_up_lock(self, model: str, endpoint: str) -> bool:
         """Take the lock to warm the model at the endpoint, or renew it. Return False if another owner has it.
@@ -83,19 +92,11 @@ class ModelCalls:
         return await registry.pin_versions(self._backend, pins)
 
 
-class ModelAdminCalls:
+class ModelAdminCalls(_ReadingCalls):
     """Calls of producers and operators. Obtained by `QueueAdmin.open_calls`."""
 
     def __init__(self, admin: RedisQueueAdmin) -> None:
-        self._backend = admin.backend
-
-    async def count_waiting_by_model(self) -> Mapping[str, int]:
-        """Return the same as `ModelCalls.count_waiting_by_model`."""
-        return await waiting.count_waiting_by_model(self._backend)
-
-    async def read_model_registry(self) -> ModelRegistryState:
-        """Return the state of model versions, without writing."""
-        return await registry.read_model_registry(self._backend)
+        super().__init__(admin.backend)
 
     async def set_label(self, family: str, label: str, version: str | None, who: str) -> bool:
         """Make the label mean this version of the family, whatever the settings say; with `None`, remove the

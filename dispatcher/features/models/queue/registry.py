@@ -31,27 +31,44 @@ _MAX_PIN_KEY_BYTES = 256
 Row = TypeVar("Row", bound=tuple[str, ...])
 
 
-async def refresh_warm_markers(
+async def refresh_registry(
     backend: Backend,
-    owner: str,
-    keep: Collection[tuple[str, str]],
-    remove: Collection[tuple[str, str]],
-    models_in_use: Collection[str],
+    owner: str = "",
+    keep: Collection[tuple[str, str]] = (),
+    remove: Collection[tuple[str, str]] = (),
+    models_in_use: Collection[str] = (),
 ) -> ModelRegistryState:
-    kept, removed = filter_valid_pairs(keep), filter_valid_pairs(remove)
+    """Report what is warm and in use at an owner, and return the model registry. Without an owner, only
+    read."""
+    kept = [_encode_names(*pair) for pair in filter_valid_pairs(keep)]
+    removed = [_encode_names(*pair) for pair in filter_valid_pairs(remove)]
     in_use = [_encode_names(owner, model) for model in dict.fromkeys(models_in_use) if are_valid_names(model)]
-    return await _run_refresh(
-        backend,
-        _encode_prefix(owner),
-        kept=[_encode_names(*pair) for pair in kept],
-        removed=[_encode_names(*pair) for pair in removed],
-        in_use=in_use,
+    prefix = _encode_prefix(owner) if owner else b""
+    reply = await backend.run_script(
+        "refresh_warm_markers",
+        {"owner_prefix": prefix, "kept": kept, "removed": removed, "in_use": in_use},
+        size_bytes=sum(map(len, (*kept, *removed, *in_use))),
     )
-
-
-async def read_model_registry(backend: Backend) -> ModelRegistryState:
-    """Return the model registry. Only reads."""
-    return await _run_refresh(backend, b"")
+    # JSON lists of names, and the time (Unix seconds) when an operator set each label and drain.
+    warm_markers, used, labels, drains, problems, warm_up_locks = reply.value
+    unreadable: list[bytes] = []
+    versions, label_origins, drained = {}, {}, {}
+    for entry, at in split_rows(labels, 2):
+        for family, name, version, who in _decode_rows(tuple[str, str, str, str], [entry], unreadable):
+            versions[family, name] = version
+            label_origins[family, name] = describe_decision(who, "", float(at))
+    for entry, at in split_rows(drains, 2):
+        for model, who, why in _decode_rows(tuple[str, str, str], [entry], unreadable):
+            drained[model] = describe_decision(who, why, float(at))
+    return ModelRegistryState(
+        frozenset(_decode_rows(tuple[str, str], warm_markers, unreadable)),
+        frozenset(model for _, model in _decode_rows(tuple[str, str], used, unreadable)),
+        versions,
+        label_origins=label_origins,
+        drained_models=drained,
+        warm_up_locks=frozenset(_decode_rows(tuple[str, str, str], warm_up_locks, unreadable)),
+        problem=_describe_problem([each.decode(errors="replace") for each in problems], unreadable),
+    )
 
 
 async def update_warm_up_lock(backend: Backend, action: str, owner: str, model: str, endpoint: str) -> bool:
@@ -128,41 +145,6 @@ async def _label_or_drain(backend: Backend, kind: str, prefix: bytes, name: byte
     if done < 0:  # the registry is full
         raise make_limit_error(kind)
     return bool(done)
-
-
-async def _run_refresh(
-    backend: Backend,
-    owner_prefix: bytes,
-    *,
-    kept: Sequence[bytes] = (),
-    removed: Sequence[bytes] = (),
-    in_use: Sequence[bytes] = (),
-) -> ModelRegistryState:
-    reply = await backend.run_script(
-        "refresh_warm_markers",
-        {"owner_prefix": owner_prefix, "kept": kept, "removed": removed, "in_use": in_use},
-        size_bytes=sum(map(len, (*kept, *removed, *in_use))),
-    )
-    # JSON lists of names, and the time (Unix seconds) when an operator set each label and drain.
-    warm_markers, models_in_use, labels, drains, problems, warm_up_locks = reply.value
-    unreadable: list[bytes] = []
-    versions, label_origins, drained = {}, {}, {}
-    for entry, at in split_rows(labels, 2):
-        for family, name, version, who in _decode_rows(tuple[str, str, str, str], [entry], unreadable):
-            versions[family, name] = version
-            label_origins[family, name] = describe_decision(who, "", float(at))
-    for entry, at in split_rows(drains, 2):
-        for model, who, why in _decode_rows(tuple[str, str, str], [entry], unreadable):
-            drained[model] = describe_decision(who, why, float(at))
-    return ModelRegistryState(
-        frozenset(_decode_rows(tuple[str, str], warm_markers, unreadable)),
-        frozenset(model for _, model in _decode_rows(tuple[str, str], models_in_use, unreadable)),
-        versions,
-        label_origins=label_origins,
-        drained_models=drained,
-        warm_up_locks=frozenset(_decode_rows(tuple[str, str, str], warm_up_locks, unreadable)),
-        problem=_describe_problem([each.decode(errors="replace") for each in problems], unreadable),
-    )
 
 
 def _decode_rows(kind: type[Row], entries: Iterable[bytes], unreadable: list[bytes]) -> Iterator[Row]:
