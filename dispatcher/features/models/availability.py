@@ -101,14 +101,6 @@ class ModelSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelStateChange:
-    """Change of a model's state."""
-
-    snapshot: ModelSnapshot
-    previous_state: ModelState
-
-
-@dataclass(frozen=True, slots=True)
 class SendToModel:
     """The request is sent: the model is served, as far as is known."""
 
@@ -166,8 +158,11 @@ class PoolModels:
 
     # Observations.
 
-    def record_listings(self, listings: Sequence[Listing], now: float) -> list[ModelStateChange]:
-        """Record the listings of a round, one for each endpoint. Return the resulting changes."""
+    def record_listings(
+        self, listings: Sequence[Listing], now: float
+    ) -> list[tuple[ModelSnapshot, ModelState]]:
+        """Record the listings of a round, one for each endpoint. Return each model whose state has changed,
+        with its previous state."""
         self._has_listings = True
         self._endpoint_problems = {listing.endpoint: listing.problem for listing in listings}
         self._down_endpoints = {listing.endpoint for listing in listings if listing.is_down}
@@ -206,9 +201,8 @@ class PoolModels:
         if self.is_partly_served(model):  # the request may have reached an endpoint without the model
             return
         previous = self._denials.get(model)
-        if (
-            previous is not None and sent_at <= previous.denied_at
-        ):  # both requests were sent before the first answer
+        # Both requests were sent before the first answer.
+        if previous is not None and sent_at <= previous.denied_at:
             return
         endpoints = frozenset(listing.endpoint for listing in self._serving.get(model, ()))
         times = previous.count + 1 if previous is not None and previous.endpoints == endpoints else 1
@@ -221,9 +215,6 @@ class PoolModels:
         denial = self._denials.get(model)
         if denial is not None and sent_at > denial.denied_at:
             del self._denials[model]
-
-    def reconfigure(self, terms: ModelTerms) -> None:
-        self.terms = terms
 
     # Queries.
 
@@ -323,11 +314,8 @@ class PoolModels:
             return ModelState.LOADING
         if model in self._serving:
             return ModelState.ABSENT
-        return (
-            ModelState.ABSENT
-            if self._has_listings and self._endpoint_problems and not self._unread_count
-            else ModelState.UNKNOWN
-        )
+        are_all_read = self._has_listings and self._endpoint_problems and not self._unread_count
+        return ModelState.ABSENT if are_all_read else ModelState.UNKNOWN
 
     def _is_denied(self, model: str, now: float) -> bool:
         denial = self._denials.get(model)
@@ -337,7 +325,7 @@ class PoolModels:
         # A listing counts again if it is newer than the denial, and the pause is over.
         return newest <= denial.denied_at or now < denial.holds_until
 
-    def _collect_changes(self, now: float) -> list[ModelStateChange]:
+    def _collect_changes(self, now: float) -> list[tuple[ModelSnapshot, ModelState]]:
         changes, states = [], {}
         for name in self.list_known():
             state = self._compute_state(name, now)
@@ -345,7 +333,7 @@ class PoolModels:
             states[name] = (state, state_since if state is previous_state else now)
             if state is not previous_state:
                 self._states[name] = states[name]
-                changes.append(ModelStateChange(self.make_snapshot(name, now), previous_state))
+                changes.append((self.make_snapshot(name, now), previous_state))
         self._states = states
         return changes
 

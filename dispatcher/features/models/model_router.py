@@ -60,7 +60,6 @@ OTHER_SERVER_RETRY_S = 1.0
 chosen."""
 MAX_SHOWN = 50
 MODELS = Cause("models", "`batch-dispatcher models show`")
-_SERVED = SendToModel()
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +104,7 @@ class ModelRouter(LeasePart):
             self.pool = PoolModels(terms, loop_time())
             self.pool.expect_models(self.waiting_counts)
         else:
-            self.pool.reconfigure(terms)
+            self.pool.terms = terms
         self.versions.reconfigure()
         self._changed.set()
 
@@ -113,8 +112,7 @@ class ModelRouter(LeasePart):
         """Apply one round of model lists of the endpoints."""
         if self.pool is None:
             return
-        for change in self.pool.record_listings(listings, loop_time()):
-            model = change.snapshot
+        for model, previous_state in self.pool.record_listings(listings, loop_time()):
             if self.versions.get_family(model.name) is not None:
                 continue  # the states of its versions are logged instead
             if model.is_named or self.waiting_counts.get(model.name):
@@ -122,7 +120,7 @@ class ModelRouter(LeasePart):
                     Event.MODEL,
                     model=model.name,
                     state=str(model.state),
-                    before=str(change.previous_state),
+                    before=str(previous_state),
                     serving=model.serving_count,
                     endpoints=model.endpoint_count,
                     waiting=self.waiting_counts.get(model.name, 0),
@@ -262,7 +260,7 @@ class ModelRouter(LeasePart):
             why = self.versions.explain_giving_way(model) if isinstance(decision, SendToModel) else ""
             return WaitForModel(f"model {quote_model(model)} {why}") if why else decision
         if family.has_open_version:
-            return _SERVED
+            return SendToModel()
         if isinstance(decision, NoSuchModel) and not family.has_listed_version:
             return decision
         return WaitForModel(

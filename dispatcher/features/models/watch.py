@@ -36,7 +36,6 @@ from dispatcher.settings.small_files import BackgroundRead
 from dispatcher.settings.tls import TlsSettings
 from dispatcher.settings.values import SecretUrl
 from dispatcher.settings.watched_files import TokenFileError, TokenReader, file_fingerprint
-from dispatcher.signals.kubernetes.api import ClusterProblem
 from dispatcher.signals.kubernetes.capacity import Endpoints
 from dispatcher.signals.kubernetes.cluster import ClusterAccess
 from dispatcher.signals.kubernetes.rewrites import RewriteWatch
@@ -102,9 +101,6 @@ class ModelWatch:
         self._matched_names: Set[str] = frozenset()
         """Names in the previous round."""
 
-    def __repr__(self) -> str:
-        return f"<ModelWatch: {self._serving.observe}, endpoints {self._endpoints.addresses}>"
-
     def update_endpoints(self, endpoints: KnownEndpoints) -> None:
         """Take the endpoints that the Kubernetes watch knows now. A change starts a new round."""
         before, self._endpoints = self._endpoints, endpoints
@@ -135,11 +131,6 @@ class ModelWatch:
         if isinstance(self._known_servers, str):
             return self._known_servers
         return self._known_servers.get(endpoint, "no model server of that name is known")
-
-    @property
-    def problems(self) -> tuple[ClusterProblem, ...]:
-        """Problems with reading the InferenceModelRewrites. Names that only they have are not served then."""
-        return self._rewrites.problems
 
     async def ask_once(self) -> Sequence[Listing]:
         """Ask each endpoint once and return the listings. Rewritten names are missing, because only `run`

@@ -27,6 +27,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -252,11 +253,8 @@ def _find_periods_above(points: Sequence[tuple[float, float]], level: float) -> 
 
 
 def _interpolate_count(points: Sequence[tuple[float, float]], at: float) -> float:
-    low, high = 0, len(points) - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if points[middle][0] <= at else (low, middle)
-    (t0, n0), (t1, n1) = points[low], points[high]
+    after = bisect.bisect_right(points, at, lo=1, hi=len(points) - 1, key=itemgetter(0))
+    (t0, n0), (t1, n1) = points[after - 1], points[after]
     return n0 if t1 <= t0 else n0 + (n1 - n0) * (at - t0) / (t1 - t0)
 
 

@@ -60,10 +60,7 @@ class Pool:
         """
         self.now += 1.0
         listings = [make_listing(name, self.now, models) for name, models in models_by_endpoint.items()]
-        return [
-            (each.snapshot.name, each.snapshot.state)
-            for each in self.models.record_listings(listings, self.now)
-        ]
+        return [(model.name, model.state) for model, _ in self.models.record_listings(listings, self.now)]
 
     def get_decision_type(self, model: str) -> type[Any]:
         return type(self.models.decide_request(model, self.now))
@@ -286,7 +283,7 @@ def test_expected_model_is_waited_for_and_new_settings_apply_at_once() -> None:
     pool.models.expect_models(["m"])
     pool.record_round(a="x")
     assert pool.get_decision_type("m") is WaitForModel
-    pool.models.reconfigure(ModelTerms({"m": FAIL}))
+    pool.models.terms = ModelTerms({"m": FAIL})
     assert pool.get_decision_type("m") is NoSuchModel
     assert pool.models.list_known() == ["m", "x"]
 
