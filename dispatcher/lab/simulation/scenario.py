@@ -44,71 +44,51 @@ class Order(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Pool, monitoring, batch requests and faults of a simulation."""
+    """Pool, monitoring, batch requests and faults of a simulation.
+
+    `scenario_file.ScenarioFile` describes the fields that are keys of scenario files.
+    """
 
     slots: int = 64
-    """Capacity in requests, as configured."""
     has_capacity_setting: bool = True
-    """True if the configuration contains the capacity. Otherwise the dispatcher has to find it."""
     true_slots: int | None = None
-    """Real capacity of the pool. `None` if the configuration is right."""
     slots_at: Sequence[tuple[float, int]] = ()
-    """Changes of the real capacity, as (time, slots). They are reported to no one."""
     picker_slots: int | None = None
-    """Capacity that the concurrency detector assumes (maxConcurrency × pods). `None` for the real one at the
-    start."""
     order: Order = Order.AUTO
     scrape_s: float = 1.0
     lag_s: float = 0.05
-    """Time from a scrape until its reading is known."""
     jitter: float = 0.0
-    """Maximum delay of a scrape, as a share of the scrape interval."""
     stamp_s: float = 0.0
-    """Delay of the timestamp of a sample after the sample."""
     flush_s: float = 5.0
-    """Interval at which the picker renews its averages. 0 if they are always current."""
     flush_phase_s: float | None = None
-    """Time of the first renewal. `None` to draw it from the seed."""
     metrics_refresh_s: float = 0.5
     """Interval at which the picker reads the metrics of its model servers. 0 if it sees every change at
     once."""
     scorer_scrape_s: float = 0.0
-    """Interval at which the scorers of the picker learn the load of each pod. 0 if they see every change at
-    once."""
     shows_running: bool = True
-    """True if the picker shows the requests that it sent and that have no answer yet."""
     shows_server_queues: bool = True
     """True if the picker shows the queue of each model server, as of its last reading of their metrics."""
     detector: Detector = Detector.UTILIZATION
     signals: Signals = Signals.AUTO
     pickers: int = 1
-    """Number of active replicas of the picker, each with an even share of the requests."""
     reserve: float = 0.05
     max_age_s: float | None = None
-    """Value of `signals.max_age_s`. `None` for the default: 10 s for direct scrapes, 60 s for older
-    readings."""
     seconds: float = 900.0
     seed: int = 0
     batch: BatchProfile = field(default_factory=BatchProfile)
     transit_s: float | None = None
-    """Transit time of requests, and of answers. `None` for 2 ms and 3 ms."""
     admit_s: float = 0.0
     """Time that the gateway takes to admit each batch request, one after the other."""
     queue_limit: int | None = None
     kv_tokens: int | None = None
-    """Tokens that the KV memory of all pods at the start holds. `None` if it never fills."""
     pods: int = 1
     pods_at: Sequence[tuple[float, int]] = ()
     outages: Sequence[tuple[float, float]] = ()
     gaps: Sequence[tuple[float, float]] = ()
-    """Periods in which all scrapes fail, as (from, until)."""
     lost: float = 0.0
-    """Share of the other scrapes that fail."""
     clock_steps: Sequence[tuple[float, float]] = ()
-    """Steps of the clock of the queue, as (time, seconds)."""
     replicas: int = 1
     deaths: Sequence[float] = ()
-    """Times at which one of the replicas is killed."""
     lease_s: float = 30.0
     time_step_s: float = 0.0
     """Maximum time step. Batch requests that end within one step end together. 0 to let each end at its own
@@ -116,14 +96,9 @@ class Scenario:
     requests_per_job: int = 1
     """Number of identical batch requests that are simulated as one request of that weight."""
     slice_tokens: int | None = None
-    """Number of tokens of each slice of a batch request. `None` if each request is one call."""
     slice_overhead_s: float = SLICE_OVERHEAD_S
-    """Time that each continued slice takes in an empty pool in addition to that for its tokens."""
     revokes_slices: bool = False
-    """True if the dispatcher streams slices, and ends the youngest early when realtime requests wait."""
     evicts: bool = False
-    """True if the picker stops the newest batch request of a pod for a realtime request that would have to
-    wait there."""
 
     @property
     def effective_time_step_s(self) -> float:
