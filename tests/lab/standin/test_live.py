@@ -27,7 +27,7 @@ import pytest
 import trustme
 from prometheus_client.parser import text_string_to_metric_families
 
-from dispatcher.lab.standin.config import Config, Control, Fault
+from dispatcher.lab.standin.config import CHANGED_IN_CONFIG, Config, Control, Fault
 from dispatcher.lab.standin.generation_api import GenerationConfig
 from dispatcher.lab.standin.live import LiveWorld, _parse_options
 from dispatcher.lab.standin.made_up_traffic import make_burst_trace
@@ -169,6 +169,28 @@ async def test_full_queue_is_answered_with_429(post: Post, flow_control: bool, r
         assert observed["pool"]["refused"] == {"batch": 1, "realtime": 0}
         for each in taken:
             each.cancel()
+
+
+async def test_full_queue_refuses_generated_text_as_well(post: Post) -> None:
+    async with run_stand_in(slots=1, queue_limit=0, seconds=30, generation=GenerationConfig()) as world:
+        taken = asyncio.create_task(post(world, "r0", {"prompt": "a"}))
+        await wait_until(lambda: world.pool.running == 1)
+        refused = await post(world, "r1", {"prompt": "a"})
+        assert (refused.status, refused.body) == (429, b"inference error: ResourceExhausted - saturated")
+        taken.cancel()
+
+
+async def test_changes_of_a_running_world_leave_its_configuration_unchanged() -> None:
+    config = Config(seconds=0.0)
+    async with LiveWorld(config) as world:
+        await world.apply_control(Control(seconds=5.0))
+    assert config == Config(seconds=0.0)
+
+
+def test_each_setting_that_can_be_changed_is_changed() -> None:
+    shared = set(Control.__struct_fields__) & set(Config.__struct_fields__)
+    handled = {"declared", "endpoints", "models"}  # they take more than a new value
+    assert set(CHANGED_IN_CONFIG) == shared - handled
 
 
 async def test_service_time_depends_on_tokens_and_running_requests(post: Post) -> None:
