@@ -16,7 +16,6 @@ from dispatcher.features.models.queue.registry_rules import (
     WARM_UP_LOCK_S,
     are_valid_names,
     describe_decision,
-    filter_valid_pairs,
     make_limit_error,
 )
 from dispatcher.features.models.registry import ModelRegistryState, PinRequest
@@ -89,8 +88,8 @@ class MemoryModelRegistry:
         self, now: float, owner: str, model: str, endpoint: str, *, is_warm: bool
     ) -> None:
         self.lock_until.pop((model, endpoint, owner), None)
-        for pair in filter_valid_pairs([(model, endpoint)]) if is_warm else ():
-            self.warm_until[pair] = now + WARM_MARKER_S
+        if is_warm and are_valid_names(model, endpoint):
+            self.warm_until[model, endpoint] = now + WARM_MARKER_S
 
     def pin_versions(self, now: float, pins: Sequence[PinRequest]) -> list[str]:
         given = []

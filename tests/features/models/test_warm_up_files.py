@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dispatcher.features.models.options import build_options
 from dispatcher.features.models.warm_up_files import WarmupFile, load_warmup_files
 from dispatcher.features.models.warmup import WarmupRules
 from dispatcher.settings.load import parse_settings
@@ -103,3 +104,15 @@ def test_file_that_was_never_usable_gives_no_requests(warmup_file: Path, tmp_pat
 def test_directory_cannot_be_read_as_a_warm_up_file(tmp_path: Path) -> None:
     found = WarmupFile(tmp_path, "models[0].warmup", WarmupRules("/v1/completions")).read()
     assert "cannot be read" in str(found)
+
+
+@pytest.mark.usefixtures("warmup_file")
+def test_terms_of_a_family_say_whether_it_has_a_warm_up(tmp_path: Path) -> None:
+    models = "[{name: qwen, warmup: warm.jsonl, warmup_required: true}, {name: other, match: 'v{version}'}]"
+    found = parse_settings(f"gateway: {{url: http://gw}}\nmodels: {models}\n", {}, directory=tmp_path)
+    assert isinstance(found, Settings), found
+    (options,) = build_options(found)
+    qwen, other = options.families
+    assert (qwen.has_warm_up, qwen.is_warmup_required) == (True, True)
+    assert qwen.load_warmup is not None
+    assert (other.has_warm_up, other.is_warmup_required, other.load_warmup) == (False, False, None)

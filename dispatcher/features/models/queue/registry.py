@@ -18,7 +18,6 @@ from dispatcher.features.models.queue.registry_rules import (
     clean_who,
     clean_why,
     describe_decision,
-    filter_valid_pairs,
     make_limit_error,
 )
 from dispatcher.features.models.registry import ModelRegistryState, PinRequest
@@ -40,8 +39,7 @@ async def refresh_registry(
 ) -> ModelRegistryState:
     """Report what is warm and in use at an owner, and return the model registry. Without an owner, only
     read."""
-    kept = [_encode_names(*pair) for pair in filter_valid_pairs(keep)]
-    removed = [_encode_names(*pair) for pair in filter_valid_pairs(remove)]
+    kept, removed = ([_encode_names(*pair) for pair in pairs] for pairs in (keep, remove))
     in_use = [_encode_names(owner, model) for model in dict.fromkeys(models_in_use) if are_valid_names(model)]
     prefix = _encode_prefix(owner) if owner else b""
     reply = await backend.run_script(

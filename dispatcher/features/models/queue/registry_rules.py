@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from datetime import UTC, datetime
 
 from dispatcher.common.printable import escape_unprintable, truncate_text
@@ -29,11 +28,6 @@ _LATEST_DATE_S = 253_402_300_799.0
 def are_valid_names(*names: str) -> bool:
     """Return whether each name is valid for a model or an endpoint. Nothing is recorded for other names."""
     return all(name and name.isprintable() and len(name.encode()) <= MAX_MODEL_NAME_BYTES for name in names)
-
-
-def filter_valid_pairs(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the pairs of model and endpoint that are valid, each once."""
-    return [pair for pair in dict.fromkeys(pairs) if are_valid_names(*pair)]
 
 
 def check_names(**names: str) -> None:
