@@ -91,6 +91,10 @@ class WarmUp:
     staleness_note: str = ""
     """Reason why the warm-up requests may be out of date."""
 
+    @property
+    def pair(self) -> tuple[str, str]:
+        return self.version, self.endpoint
+
 
 class ModelServers(Protocol):
     """Direct calls to single model servers, past the gateway: `dispatcher.gateway.direct.DirectServers`."""
@@ -206,7 +210,7 @@ class WarmUpRunner:
         return self._retry_after.get(pair, (0.0, 0))
 
     async def _run_warm_up(self, family: ModelFamily, warm_up: WarmUp) -> None:
-        pair = version, endpoint = warm_up.version, warm_up.endpoint
+        pair = warm_up.pair
         failure_count = self._get_retry_time(pair)[1]
         try:
             if not await self._take_lock(warm_up):
@@ -226,9 +230,7 @@ class WarmUpRunner:
         except asyncio.CancelledError:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOCK_RELEASE_TIMEOUT_S):
-                    await self._access.call_queue(
-                        ModelStep.RELEASE_LOCK, self._calls.release_warm_up_lock(version, endpoint)
-                    )
+                    await self._release_lock(warm_up)
             raise
         finally:
             del self._running[pair]
@@ -236,11 +238,14 @@ class WarmUpRunner:
     async def _take_lock(self, warm_up: WarmUp) -> bool:
         """Take or renew the lock."""
         asked_at = self._access.clock()
-        lock_call = self._calls.take_warm_up_lock(warm_up.version, warm_up.endpoint)
+        lock_call = self._calls.take_warm_up_lock(*warm_up.pair)
         is_taken = await self._access.call_queue(ModelStep.TAKE_LOCK, lock_call)
         if is_taken is not None:
             warm_up.lock_held_until = asked_at + LOCK_TTL_S if is_taken else asked_at
         return bool(is_taken)
+
+    async def _release_lock(self, warm_up: WarmUp) -> None:
+        await self._access.call_queue(ModelStep.RELEASE_LOCK, self._calls.release_warm_up_lock(*warm_up.pair))
 
     async def _renew_lock(self, warm_up: WarmUp) -> None:
         while True:
@@ -252,7 +257,6 @@ class WarmUpRunner:
     ) -> None:
         """Record the result of a warm-up. `is_finished` says that all calls were answered, with errors or
         without."""
-        pair = version, endpoint = warm_up.version, warm_up.endpoint
         errors = warm_up.errors
         must_retry = (
             not is_finished
@@ -260,23 +264,21 @@ class WarmUpRunner:
             or (errors and family.terms.is_warmup_required)
         )
         if must_retry:
-            await self._access.call_queue(
-                ModelStep.RELEASE_LOCK, self._calls.release_warm_up_lock(version, endpoint)
-            )
+            await self._release_lock(warm_up)
             rest_s = (
                 min(ERROR_RETRY_S[1], ERROR_RETRY_S[0] * 2.0 ** min(failure_count, 10))
                 if is_finished
                 else RETRY_SOON_S
             )
-            self._retry_after[pair] = loop_time() + rest_s, failure_count + bool(is_finished)
+            self._retry_after[warm_up.pair] = loop_time() + rest_s, failure_count + bool(is_finished)
         else:
-            await self._versions.mark_warm(version, endpoint)
+            await self._versions.mark_warm(*warm_up.pair)
         self.result_counts["retry" if must_retry else "errors" if errors else "warm"] += 1
         if is_finished:
             emit(
                 Event.WARM_UP_FAILED if errors else Event.WARM_UP,
-                model=version,
-                endpoint=endpoint,
+                model=warm_up.version,
+                endpoint=warm_up.endpoint,
                 calls=warm_up.sent_count,
                 spent_s=round(warm_up.spent_s, 3),
                 errors=len(errors),
@@ -301,7 +303,7 @@ class WarmUpRunner:
                 self._units += 1
                 try:
                     if not await self._ensure_lock(warm_up) or not await self._wait_for_room(warm_up):
-                        self._interrupted[warm_up.version, warm_up.endpoint] = warm_up
+                        self._interrupted[warm_up.pair] = warm_up
                         return False
                     if self._has_lock_expired(warm_up):
                         continue
@@ -340,15 +342,12 @@ class WarmUpRunner:
 
     def _is_desired(self, family: ModelFamily, warm_up: WarmUp) -> bool:
         """Return True if the version is still cold there and in the settings."""
-        return (
-            self._versions.is_configured(family)
-            and (warm_up.version, warm_up.endpoint) in family.list_cold_endpoints()
-        )
+        return self._versions.is_configured(family) and warm_up.pair in family.list_cold_endpoints()
 
     async def _wait_for_room(self, warm_up: WarmUp) -> bool:
         """Wait until a unit of the limit is free. Return False if the gate stays closed, or requests of other
         owners fill the limit, which may last long."""
-        pair = warm_up.version, warm_up.endpoint
+        pair = warm_up.pair
         ends_at = loop_time() + MAX_ROOM_WAIT_S
         while True:
             allowance = self._limiter.get_allowance(loop_time())

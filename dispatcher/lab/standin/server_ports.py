@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 import time
 from collections import deque
 from collections.abc import Callable
@@ -26,6 +27,8 @@ from dispatcher.lab.standin.model_server_page import render_page as server_page
 from dispatcher.lab.standin.picker import Picker
 from dispatcher.lab.standin.pool import Pool
 from dispatcher.lab.standin.serving import ModelServers
+
+_API_PATH = re.compile(r"/servers/([0-9]{1,6})/v1/(models|chat/completions|completions|embeddings)")
 
 
 class ServerPorts:
@@ -68,9 +71,8 @@ class ServerPorts:
             for number in sorted(there - self._listening):
                 own = self._own_servers.get(number)
                 if own is None:
-                    own = self._own_servers[number] = Server(
-                        partial(self._handle_at_own_address, number), self.server.host
-                    )
+                    handle = partial(self._handle_exchange, at=f"/servers/{number}")
+                    own = self._own_servers[number] = Server(handle, self.server.host)
                 # Each server reopens on the port it had, so that its address stays valid.
                 await own.open()
             self._listening = there
@@ -122,16 +124,15 @@ class ServerPorts:
         }
         return {"/metrics": self._picker.render_page, **own}
 
-    def _handle_at_own_address(self, number: int, exchange: Exchange) -> None:
-        """Handle a request at the own address of a server."""
-        self._handle_exchange(exchange, f"/servers/{number}")
-
     def _handle_exchange(self, exchange: Exchange, at: str = "") -> None:
         path = at + exchange.target.partition("?")[0]
-        if (number := self._servers.parse_listing_path(path)) is not None:
-            self._answer_listing(exchange, number)
-        elif (number := self._servers.parse_request_path(path)) is None:
+        match = _API_PATH.fullmatch(path)
+        if match is None:
             self._answer_scrape(exchange, path)
+            return
+        number = int(match[1])
+        if match[2] == "models":
+            self._answer_listing(exchange, number)
         elif number in self._servers.present:
             self._gateway.handle_direct_request(exchange, number)
         else:

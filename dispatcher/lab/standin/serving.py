@@ -6,7 +6,6 @@ Until models are configured, every server serves any name at no extra cost and l
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +17,6 @@ from dispatcher.lab.standin.generation_api import GenerationConfig
 
 DEFAULT_MODEL = "m"
 """Model that is listed while any name is served."""
-_LISTING_PATH = re.compile(r"/servers/([0-9]{1,6})/v1/models")
-_REQUEST_PATH = re.compile(r"/servers/([0-9]{1,6})/v1/(?:chat/completions|completions|embeddings)")
 
 
 @dataclass(slots=True)
@@ -159,16 +156,6 @@ class ModelServers:
             self._servers[visit.number].warm.add(visit.model)
 
     # Lists and reports.
-
-    def parse_listing_path(self, path: str) -> int | None:
-        """Return the number of the server whose list of models is at this path, or `None`."""
-        match = _LISTING_PATH.fullmatch(path)
-        return int(match[1]) if match else None
-
-    def parse_request_path(self, path: str) -> int | None:
-        """Return the number of the server that takes requests at this path, or `None`."""
-        match = _REQUEST_PATH.fullmatch(path)
-        return int(match[1]) if match else None
 
     def get_listing(self, number: int) -> bytes | None:
         """Return the list of models of a server in the format of vLLM, or `None` if the server is gone."""
