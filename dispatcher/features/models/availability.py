@@ -211,7 +211,6 @@ class PoolModels:
         self._denials[model] = _Denial(now, now + hold_s, times, endpoints)
 
     def record_answer(self, model: str, sent_at: float) -> None:
-        """Record that a request sent at `sent_at` was served."""
         denial = self._denials.get(model)
         if denial is not None and sent_at > denial.denied_at:
             del self._denials[model]
@@ -246,7 +245,6 @@ class PoolModels:
     # Decisions.
 
     def decide_request(self, model: str, now: float) -> ModelDecision:
-        """Decide about a request for this model."""
         state = self._compute_state(model, now)
         if state is ModelState.READY or not model:
             return _SEND
@@ -260,7 +258,6 @@ class PoolModels:
         return _SEND
 
     def describe_model(self, model: str, now: float) -> str:
-        """Return a description of the model's state."""
         state = self._compute_state(model, now)
         if state is not ModelState.READY:
             return f"it {self._explain_state(model, state)}"

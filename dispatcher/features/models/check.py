@@ -61,7 +61,6 @@ class ModelsCheck(FeatureCheck):
             yield Finding("ok", "serving.urls", what)
 
     def check_files(self, settings: Settings) -> Iterator[Finding]:
-        """Report whether the files with warm-up requests can be used."""
         if not any(model.warmup for model in get_models(settings)):
             return
         # Imported here because few configurations have warm-ups, and the import is slow.

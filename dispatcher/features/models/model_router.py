@@ -220,7 +220,6 @@ class ModelRouter(LeasePart):
         return True
 
     def forget_lease(self, token: str) -> None:
-        """Forget a lease that has ended."""
         route = self.leases.pop(token, None)
         if route is not None and route.version:
             self.versions.forget_request(route.model, route.version, is_chosen=route.is_chosen)
@@ -252,7 +251,6 @@ class ModelRouter(LeasePart):
         return outcome  # the model is not expected: the answer is final
 
     def _get_decision(self, pool: PoolModels, model: str) -> ModelDecision:
-        """Return what to do with a request for this model."""
         if drained := self.versions.get_drain_note(model):
             return WaitForModel(f"model {quote_model(model)} is drained {drained}")
         family, decision = self.versions.get_family(model), pool.decide_request(model, loop_time())

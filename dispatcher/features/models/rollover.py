@@ -158,12 +158,10 @@ class ModelFamily:
 
     @property
     def has_open_version(self) -> bool:
-        """True if some version takes work."""
         return bool(self._open)
 
     @property
     def has_listed_version(self) -> bool:
-        """True if some version is listed."""
         return bool(self._listed)
 
     def list_warm_endpoints(self, version: str) -> frozenset[str]:
@@ -204,7 +202,6 @@ class ModelFamily:
         return loading or f"no version of {_quote_name(self.terms.name)} is served"
 
     def describe_state(self) -> str:
-        """Return a description of the present state."""
         if not self._open:
             return self.explain_closed()
         parts = sorted(self._choice.shares.items(), key=lambda each: -each[1])
@@ -230,7 +227,6 @@ class ModelFamily:
     # Internals: which versions there are, and which of them are desired and open.
 
     def _match_names(self, names: Set[str]) -> set[str]:
-        """Return the names that are versions of this model."""
         for name in names - self._namings.keys() - self._unmatched_names:
             naming = match_version(name, self.terms)
             if naming is None:

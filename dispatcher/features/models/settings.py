@@ -439,7 +439,6 @@ PATHS_IN_LISTS = (("models", "warmup"),)
 
 
 def get_models(settings: Settings) -> tuple[ModelSettings, ...]:
-    """Return the models that the settings name."""
     return settings.get_section(Sections).models
 
 

@@ -128,7 +128,6 @@ SECTION = ModelsStatus
 def build_status(
     model_router: ModelRouter, warm_ups: WarmUpRunner, now: float, counts: QueueCounts | None
 ) -> FeatureStatus:
-    """Build the status of the models, as this process sees them."""
     pool, registry = model_router.pool, model_router.versions.registry or ModelRegistryState()
     section = ModelsStatus(
         model_requests=dict(model_router.request_counts), warm_ups=dict(warm_ups.result_counts)
@@ -165,7 +164,6 @@ def _list_names(model_router: ModelRouter, pool: PoolModels) -> list[str]:
 
 
 def _explain_waiting(model_router: ModelRouter) -> list[str]:
-    """Explain which models hold requests back."""
     held_back = model_router.list_held_back()
     sentences = [
         f"{count:,} {'request waits' if count == 1 else 'requests wait'}: {why}."

@@ -104,7 +104,6 @@ class VersionRouter:
         self.update_families()
 
     def __bool__(self) -> bool:
-        """Return True if some model has versions."""
         return bool(self._families)
 
     def __iter__(self) -> Iterator[ModelFamily]:
@@ -318,7 +317,6 @@ class VersionRouter:
         self._in_flight_counts[version] += 1
 
     def is_version(self, name: str) -> bool:
-        """Return True if the name is a version of some model."""
         return bool(self._find_families(name))
 
     def explain_giving_way(self, model: str) -> str:
@@ -327,7 +325,6 @@ class VersionRouter:
         return next(filter(None, (family.explain_wait(model) for family in self._find_families(model))), "")
 
     def _find_families(self, name: str) -> list[ModelFamily]:
-        """Return the families that have a version with this name."""
         known = self._families_by_version.get(name)
         return [
             self._families[each]

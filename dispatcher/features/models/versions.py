@@ -232,7 +232,6 @@ class FamilyIndex:
         self._prefix_lengths = sorted({len(prefix) for prefix in self._terms_by_prefix})
 
     def find_families(self, name: str) -> list[str]:
-        """Return the names of the models."""
         return [
             terms.name
             for length in self._prefix_lengths

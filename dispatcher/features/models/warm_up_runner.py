@@ -236,7 +236,6 @@ class WarmUpRunner:
             del self._running[pair]
 
     async def _take_lock(self, warm_up: WarmUp) -> bool:
-        """Take or renew the lock."""
         asked_at = self._access.clock()
         lock_call = self._calls.take_warm_up_lock(*warm_up.pair)
         is_taken = await self._access.call_queue(ModelStep.TAKE_LOCK, lock_call)

@@ -130,7 +130,6 @@ def _read_models(where: DispatcherOptions) -> tuple[Sequence[ModelStatus], bool]
 
 
 def _make_unwatched_row(name: str, waiting: int, registry: ModelRegistryState) -> ModelStatus:
-    """Return the row of a model that only the queue knows."""
     drained = registry.drained_models.get(name)
     return ModelStatus(
         name,

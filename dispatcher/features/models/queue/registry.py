@@ -117,7 +117,6 @@ async def pin_versions(backend: Backend, pins: Sequence[PinRequest], max_pins: i
 
 
 async def set_label(backend: Backend, family: str, name: str, version: str | None, who: str) -> bool:
-    """Set a label, or remove it if `version` is `None`. Return False if there was none to remove."""
     check_names(family=family, label=name, version=family if version is None else version)
     note = b"" if version is None else _encode_names(family, name, version, clean_who(who))
     return await _label_or_drain(backend, "labels", _encode_prefix(family, name), note)
@@ -134,7 +133,6 @@ async def drain_version(backend: Backend, model: str, who: str, why: str) -> Non
 
 
 async def undrain_version(backend: Backend, model: str) -> bool:
-    """Remove the drain of a version. Return False if it was not drained."""
     return are_valid_names(model) and await _label_or_drain(backend, "drains", _encode_prefix(model), b"")
 
 

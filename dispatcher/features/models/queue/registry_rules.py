@@ -41,7 +41,6 @@ def check_names(**names: str) -> None:
 
 
 def make_limit_error(what: str) -> CallRefusedError:
-    """Return the error for one label or drain too many."""
     return CallRefusedError(f"there are {MAX_LABELS_OR_DRAINS} {what} already: remove some first")
 
 
