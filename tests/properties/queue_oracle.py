@@ -42,6 +42,7 @@ async def requeue_dead(queue: QueueState, entry_ids: Sequence[int], deadline: in
         if entry.progress:  # a pending request has no place for it, so the request is returned
             started = Entry(again.member, again.score)
             started.id, started.progress = queue.pool.next_entry_id(), entry.progress
+            started.units = 1  # only pending requests count the assumed units
             queue.entries[started.id] = started
             queue.move_entry(started, Location.RETURNED)
         else:
