@@ -24,6 +24,7 @@ from dispatcher.cli.find_requests import read_results_by_id
 from dispatcher.cli.result import describe_wait, exit_still_queued, print_result, wait_for_result
 from dispatcher.cli.terminal import exit_error, print_json, print_lines, print_note, print_warning
 from dispatcher.common.patterns import matches_any
+from dispatcher.features import FEATURES
 
 if TYPE_CHECKING:
     from dispatcher.client import Item
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 DEFAULT_DEADLINE_S = 3600.0
 Pairs = Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="May be repeated.")]
+HAS_SEQUENCES = "sequences" in FEATURES
 GRACE_S = 10.0
 """Time after the deadline within which a dispatcher answers, if there is one."""
 
@@ -82,7 +84,13 @@ class SingleOptions:
 
     request_id: Annotated[str, typer.Option("--id", help="Default: a random one.")] = ""
     sequence: Annotated[
-        str, typer.Option("--sequence", metavar="ID", help="Sequence, to which the request is appended.")
+        str,
+        typer.Option(
+            "--sequence",
+            metavar="ID",
+            help="Sequence, to which the request is appended.",
+            hidden=not HAS_SEQUENCES,
+        ),
     ] = ""
     no_wait: Annotated[
         bool,
@@ -123,6 +131,8 @@ def submit_request(
     # Without a configuration the allowed paths are not known; the dispatcher checks them anyway.
     if path and target.settings and not matches_any(target.settings.gateway.allowed_paths, path):
         raise exit_error(f"--path {path}: not among gateway.allowed_paths: no dispatcher would send it", 2)
+    if single.sequence and not HAS_SEQUENCES:
+        raise exit_error("--sequence: this build has no sequences", 2)
     from dispatcher.client import Item
 
     # deadline: seconds from now, not a point in time.

@@ -61,8 +61,8 @@ def copy_tree(target: Path, removed: Sequence[str]) -> Path:
     return target
 
 
-def run_python(tree: Path, *arguments: str, timeout_s: float) -> str:
-    """Run Python with the copied tree, and return what it prints. Fails if the exit code is not 0."""
+def run_python(tree: Path, *arguments: str, timeout_s: float, expected_code: int = 0) -> str:
+    """Run Python with the copied tree, and return what it prints. Fails if the exit code is another."""
     # Without the variables of this test run, which pytest and its plugins would take for their own.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     done = subprocess.run(
@@ -75,7 +75,7 @@ def run_python(tree: Path, *arguments: str, timeout_s: float) -> str:
         timeout=timeout_s,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-8000:]
+    assert done.returncode == expected_code, done.stdout[-8000:]
     return done.stdout
 
 
@@ -93,7 +93,11 @@ def test_tree_without_features_has_no_trace_of_them(tmp_path: Path) -> None:
     verbs = run_python(tree, "-m", "dispatcher", "--help", timeout_s=60)
     assert "submit" in verbs
     assert not [each for each in ("models", "sequences", "streams") if each in verbs]
-    assert "--file" not in run_python(tree, "-m", "dispatcher", "submit", "--help", timeout_s=60)
+    options = run_python(tree, "-m", "dispatcher", "submit", "--help", timeout_s=60)
+    assert not [each for each in ("--file", "--sequence") if each in options]
+    submit = ("-m", "dispatcher", "submit", "{}", "--sequence", "a", "--queue-url", "redis://127.0.0.1:1")
+    refused = run_python(tree, *submit, timeout_s=60, expected_code=2)
+    assert "--sequence: this build has no sequences" in refused
     run_tests(tree, *QUICK_TESTS, timeout_s=200)
 
 
