@@ -486,8 +486,8 @@ class SequenceTable:
         self._schedule_check(sequence, now)
 
     def _schedule_check(self, sequence: SequenceRecord, now: float) -> None:
-        """Schedule the next check of the sequence, unless there is an earlier one. As in the scripts, that one
-        counts if the terms have changed since, and schedules the next."""
+        """Schedule the next check of the sequence, unless there is an earlier one. As in the scripts, that
+        one counts if the terms have changed since, and schedules the next."""
         due = sequence.compute_check_at(self.terms, now)
         has_earlier = sequence.check_at is not None and now < sequence.check_at <= due
         if sequence.id in self.records and not has_earlier:
