@@ -180,7 +180,7 @@ class CapacityEstimate:
     """Number of readings in a row in which more requests than the ceiling ran while none waited."""
     _no_waiting_since: float = float("-inf")
     """Time at which requests waited last, or the ceiling was measured."""
-    _reading_interval_s: float = 1.0
+    reading_interval_s: float = 1.0
     """Time between the last two readings that showed something new."""
     _mean_duration_s: float = 0.0
     """Mean duration of batch requests, according to the newest reading."""
@@ -233,7 +233,7 @@ class CapacityEstimate:
             return  # an earlier sample showed these averages
         refused_requests, self._refused_requests = self._refused_requests, 0
         if self._snapshot_at is not None:
-            self._reading_interval_s = min(
+            self.reading_interval_s = min(
                 max(snapshot.sampled_at - self._snapshot_at, 0.0), MAX_READING_INTERVAL_S
             )
         self._snapshot_at, self._mean_duration_s = (
@@ -298,10 +298,10 @@ class CapacityEstimate:
     @property
     def hold_s(self) -> float:
         """Seconds without waiting requests before the ceiling is probed."""
-        first = max(HOLD_S, HOLD_READINGS * self._reading_interval_s, HOLD_DURATIONS * self._mean_duration_s)
+        first = max(HOLD_S, HOLD_READINGS * self.reading_interval_s, HOLD_DURATIONS * self._mean_duration_s)
         most = max(
             MAX_HOLD_S,
-            MAX_HOLD_MULTIPLE * self._reading_interval_s,
+            MAX_HOLD_MULTIPLE * self.reading_interval_s,
             MAX_HOLD_MULTIPLE * self._mean_duration_s,
         )
         return min(first * 2.0 ** min(max(0, self.confirmations - 1), 16), most)
@@ -402,7 +402,7 @@ class CapacityEstimate:
         shown = [each for each in counts if each is not None]
         # After a reading with waiting requests, the picker may just have sent requests that it held back to
         # model servers whose queues it has not read again. Only counts of the same time prove anything then.
-        waited = snapshot.sampled_at <= self._no_waiting_since + self._reading_interval_s
+        waited = snapshot.sampled_at <= self._no_waiting_since + self.reading_interval_s
         proofs = [each.certainly_running for each in shown if each.is_exact or not waited]
         return max(proofs, default=0.0) / snapshot.configured_capacity if shown else None
 
@@ -466,7 +466,7 @@ class CapacityEstimate:
             # Batch and realtime requests grow at different rates, so they are separated first.
             realtime = min(proven, snapshot.realtime_requests * one)
             growth, realtime_growth = GROWTH, GROWTH_REALTIME
-            if self._reading_interval_s <= FREQUENT_S:
+            if self.reading_interval_s <= FREQUENT_S:
                 growth = GROWTH_FREQUENT
                 realtime_growth = (
                     GROWTH_REALTIME if 0.0 < self._mean_duration_s < LONG_REQUEST_S else GROWTH_CAREFUL
@@ -514,7 +514,7 @@ class CapacityEstimate:
     def _record_running(self, at: float, ran: float) -> None:
         self._recent_running.append((at, ran))
         while self._recent_running[0][0] < at - min(
-            max(RECENT_S, RECENT_READINGS * self._reading_interval_s), MAX_RECENT_S
+            max(RECENT_S, RECENT_READINGS * self.reading_interval_s), MAX_RECENT_S
         ):
             self._recent_running.popleft()
 

@@ -340,6 +340,11 @@ class Limiter:
         return self._tracker.ledger.mean_duration_s
 
     @property
+    def reading_interval_s(self) -> float:
+        """Time between the last two readings that showed something new."""
+        return self._tracker.capacity_estimate.reading_interval_s
+
+    @property
     def median_duration_s(self) -> float:
         """Median duration of the newest answered requests of this process. 0 until one was answered."""
         return self._tracker.median_duration_s

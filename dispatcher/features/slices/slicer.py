@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from dispatcher.features.slices.answers import Continues, Finished, SliceResult, interpret_answer
@@ -352,22 +353,27 @@ class Slicer(LeasePart):
     # ── revoke ───────────────────────────────────────────────────────────────────────────────────────────
 
     def revoke_slices(self, allowance: Allowance) -> None:
-        """End the youngest slices if a reading shows that realtime requests need their slots."""
+        """End the youngest slices if a reading shows that realtime requests need their slots, those without a
+        token last: their prompts would have to be processed again for nothing."""
         if not self._options.revokes or not self.leases:
             return
         in_flight = self._context.in_flight
         all_units = in_flight.units + self._context.limiter.other_owners_units
         running = [
-            entry
+            (not planned.received, -entry.claimed_at, entry)
             for entry in in_flight.list_at_gateway()
             if entry.stop_reason is None
             and (planned := self.leases.get(entry.lease.token)) is not None
             and planned.asked_tokens
         ]
         units = self._revocations.plan_revocations(
-            allowance, loop_time(), sum(entry.lease.units for entry in running), all_units
+            allowance,
+            loop_time(),
+            sum(entry.lease.units for *_, entry in running),
+            all_units,
+            self._context.limiter.reading_interval_s,
         )
-        for entry in sorted(running, key=lambda entry: -entry.claimed_at):
+        for *_, entry in sorted(running, key=itemgetter(0, 1)):
             if units <= 0:
                 break
             units -= entry.lease.units

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dispatcher.features.slices.revocation import RevocationPlanner
+from dispatcher.features.slices.revocation import MAX_READING_INTERVAL_S, RevocationPlanner
 from dispatcher.limit.allowance import Allowance
 from dispatcher.limit.budget import Policy, Reading, Reason, Signal, compute_budget
 
@@ -24,6 +24,17 @@ def make_allowance(headroom: int, limit: int, read_at: float = 1.0, **budget: An
         lost_units=0,
         next_check_at=None,
     )
+
+
+def plan(
+    planner: RevocationPlanner,
+    allowance: Allowance,
+    now: float,
+    own_units: int,
+    all_units: int,
+    reading_interval_s: float = 1.0,
+) -> int:
+    return planner.plan_revocations(allowance, now, own_units, all_units, reading_interval_s)
 
 
 @pytest.mark.parametrize(
@@ -44,26 +55,41 @@ def test_slices_end_as_far_as_units_are_missing(
     headroom: int, limit: int, own_units: int, all_units: int, expected: int
 ) -> None:
     planner = RevocationPlanner()
-    assert planner.plan_revocations(make_allowance(headroom, limit), 2.0, own_units, all_units) == expected
+    assert plan(planner, make_allowance(headroom, limit), 2.0, own_units, all_units) == expected
 
 
 def test_each_reading_counts_once_and_not_if_it_was_taken_before_the_last_decision() -> None:
     planner = RevocationPlanner()
-    assert planner.plan_revocations(make_allowance(-3, 7, read_at=1.0), 2.0, 10, 10) == 3
-    assert planner.plan_revocations(make_allowance(-3, 7, read_at=1.0), 2.5, 10, 10) == 0
-    assert planner.plan_revocations(make_allowance(-3, 7, read_at=2.0), 3.0, 10, 10) == 0
-    assert planner.plan_revocations(make_allowance(-3, 7, read_at=2.5), 3.0, 10, 10) == 3
+    assert plan(planner, make_allowance(-3, 7, read_at=1.0), 2.0, 10, 10) == 3
+    assert plan(planner, make_allowance(-3, 7, read_at=1.0), 2.5, 10, 10) == 0
+    assert plan(planner, make_allowance(-3, 7, read_at=2.0), 3.0, 10, 10) == 0
+    assert plan(planner, make_allowance(-3, 7, read_at=2.5), 3.0, 10, 10) == 3
 
 
 def test_decision_to_end_none_does_not_make_readings_old() -> None:
     planner = RevocationPlanner()
-    assert planner.plan_revocations(make_allowance(1, 7, read_at=1.0), 5.0, 10, 10) == 0
-    assert planner.plan_revocations(make_allowance(-3, 7, read_at=4.0), 6.0, 10, 10) == 3
+    assert plan(planner, make_allowance(1, 7, read_at=1.0), 5.0, 10, 10) == 0
+    assert plan(planner, make_allowance(-3, 7, read_at=4.0), 6.0, 10, 10) == 3
 
 
 def test_no_slice_ends_without_a_budget_that_may_be_used() -> None:
     planner = RevocationPlanner()
     faulty = make_allowance(-3, 7, fault=Reason.NO_ENDPOINTS)
-    assert planner.plan_revocations(faulty, 2.0, 10, 10) == 0
+    assert plan(planner, faulty, 2.0, 10, 10) == 0
     unknown = Allowance(0, Reason.OPEN, "", None, None, 1.0, 0, None)
-    assert planner.plan_revocations(unknown, 2.0, 10, 10) == 0
+    assert plan(planner, unknown, 2.0, 10, 10) == 0
+
+
+@pytest.mark.parametrize(
+    ("interval_s", "age_s", "expected"),
+    [
+        pytest.param(MAX_READING_INTERVAL_S, MAX_READING_INTERVAL_S, 3, id="just often enough"),
+        pytest.param(MAX_READING_INTERVAL_S + 0.1, 0.0, 0, id="too rare"),
+        pytest.param(1.0, MAX_READING_INTERVAL_S + 0.1, 0, id="too old"),
+    ],
+)
+def test_no_slice_ends_where_readings_are_too_rare_or_too_old(
+    interval_s: float, age_s: float, expected: int
+) -> None:
+    allowance = make_allowance(-3, 7, read_at=1.0)
+    assert plan(RevocationPlanner(), allowance, 1.0 + age_s, 10, 10, interval_s) == expected

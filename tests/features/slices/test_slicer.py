@@ -335,6 +335,7 @@ def test_youngest_slices_end_early_when_a_reading_shows_that_requests_wait() -> 
     async def check(scene: Scene) -> None:
         await submit(scene, COMPLETION, build_payload(COMPLETION), "first")
         await wait_for_results(scene, 1)
+        apply_reading(scene, 0.3, 0.0)
         checked_tokens = gateway.generated_tokens
         for request_id, payload in payloads.items():
             await submit(scene, COMPLETION, payload, request_id)
@@ -351,6 +352,28 @@ def test_youngest_slices_end_early_when_a_reading_shows_that_requests_wait() -> 
             whole = summarize(generate_whole(COMPLETION, payload, config))
             assert summarize(results[request_id].payload) == whole
         assert gateway.generated_tokens - checked_tokens == 5 * 100
+
+    run_in_scene(check, gateway, build_options(is_streamed=True, revokes=True))
+
+
+def test_slice_without_a_token_ends_after_those_with_tokens() -> None:
+    gateway = GenerationGateway(GenerationConfig(end_probability=0.0, chunk_tokens=1), token_s=0.1)
+
+    async def check(scene: Scene) -> None:
+        await submit(scene, COMPLETION, build_payload(COMPLETION), "first")
+        await wait_for_results(scene, 1)
+        apply_reading(scene, 0.3, 0.0)
+        for number in range(1, 4):
+            await submit(scene, COMPLETION, build_payload(COMPLETION, number), f"r-{number}")
+            await asyncio.sleep(0.2)
+        await submit(scene, COMPLETION, build_payload(COMPLETION, 4), "r-4")
+        await asyncio.sleep(0.05)  # half of the time that a token takes
+        apply_reading(scene, 1.0, 0.15)  # two more than fit beside the reserve
+        await asyncio.sleep(0.1)
+        apply_reading(scene, 0.3, 0.0)
+        await wait_for_results(scene, 4)
+        continued = {call.id for call in gateway.calls[-2:]}
+        assert (find_slicer(scene).revoked_count, continued) == (2, {"r-2", "r-3"})
 
     run_in_scene(check, gateway, build_options(is_streamed=True, revokes=True))
 
