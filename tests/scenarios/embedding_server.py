@@ -6,11 +6,10 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
-from typing import Any
+from email.message import Message
 
 from tests.features.merging.embedding_gateway import build_answer
+from tests.scenarios.http_server import run_http_server
 
 
 @dataclass
@@ -24,30 +23,12 @@ class EmbeddingServer:
 def run_embedding_server() -> Iterator[EmbeddingServer]:
     """Run the server on a free port for the duration of the block."""
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def answer(body: bytes, _: Message) -> tuple[int, dict[str, str], bytes]:
+        request = json.loads(body)
+        texts = request["input"] if isinstance(request["input"], list) else [request["input"]]
+        server.item_counts.append(len(texts))
+        return 200, {}, build_answer(texts, request["model"])
 
-        def do_POST(self) -> None:
-            request = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            texts = request["input"] if isinstance(request["input"], list) else [request["input"]]
-            server.item_counts.append(len(texts))
-            body = build_answer(texts, request["model"])
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http_server:
-        http_server.daemon_threads = True
-        server = EmbeddingServer(f"http://127.0.0.1:{http_server.server_address[1]}")
-        thread = Thread(target=http_server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield server
-        finally:
-            http_server.shutdown()
-            thread.join()
+    with run_http_server(answer) as url:
+        server = EmbeddingServer(url)
+        yield server

@@ -9,9 +9,10 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from email.message import Message
 from typing import Any
+
+from tests.scenarios.http_server import run_http_server
 
 
 @dataclass
@@ -43,28 +44,10 @@ class ResponsesServer:
 def run_responses_server() -> Iterator[ResponsesServer]:
     """Run the server on a free port for the duration of the block."""
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def answer(body: bytes, _: Message) -> tuple[int, dict[str, str], bytes]:
+        status, content = server.make_answer(body)
+        return status, {}, json.dumps(content).encode()
 
-        def do_POST(self) -> None:
-            status, answer = server.make_answer(self.rfile.read(int(self.headers["content-length"])))
-            body = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http_server:
-        http_server.daemon_threads = True
-        server = ResponsesServer(f"http://127.0.0.1:{http_server.server_address[1]}")
-        thread = Thread(target=http_server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield server
-        finally:
-            http_server.shutdown()
-            thread.join()
+    with run_http_server(answer) as url:
+        server = ResponsesServer(url)
+        yield server

@@ -7,11 +7,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Lock, Thread
-from typing import Any
+from email.message import Message
+from threading import Lock
 
 from dispatcher.requests.headers import AFFINITY_TOKEN
+from tests.scenarios.http_server import run_http_server
 
 CALL_S, ITEM_S = 0.005, 0.0001
 """Duration of a call, and of each of its items. A server runs one call at a time."""
@@ -57,48 +57,27 @@ def run_stateful_server(servers: int) -> Iterator[StatefulServer]:
     """Run the server on a free port for the duration of the block."""
     models = [_ModelServer() for _ in range(servers)]
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def answer(body: bytes, headers: Message) -> tuple[int, dict[str, str], bytes]:
+        request = json.loads(body)
+        indexes, values = (tensor["data"] for tensor in request["inputs"])
+        ids, starts, _ = (
+            each if isinstance(each, list) else [each]
+            for each in (request["parameters"][f"sequence_{name}"] for name in ("id", "start", "end"))
+        )
+        server.item_counts.append(len(ids))
+        if len(ids) != len(set(ids)):
+            server.errors.append(f"two turns of a sequence in one call: {ids}")
+        token = headers.get(AFFINITY_TOKEN) or str(len(server.item_counts) % len(models))
+        model = models[int(token)]
+        with model.lock:
+            time.sleep(CALL_S + ITEM_S * len(ids))
+            totals = [
+                model.add_value(*item, server.errors)
+                for item in zip(ids, indexes, values, starts, strict=True)
+            ]
+        output = {"name": "total", "datatype": "INT64", "shape": [len(totals)], "data": totals}
+        return 200, {AFFINITY_TOKEN: token}, json.dumps({"outputs": [output]}).encode()
 
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            indexes, values = (tensor["data"] for tensor in body["inputs"])
-            ids, starts, _ = (
-                each if isinstance(each, list) else [each]
-                for each in (body["parameters"][f"sequence_{name}"] for name in ("id", "start", "end"))
-            )
-            server.item_counts.append(len(ids))
-            if len(ids) != len(set(ids)):
-                server.errors.append(f"two turns of a sequence in one call: {ids}")
-            token = self.headers.get(AFFINITY_TOKEN) or str(len(server.item_counts) % len(models))
-            model = models[int(token)]
-            with model.lock:
-                time.sleep(CALL_S + ITEM_S * len(ids))
-                totals = [
-                    model.add_value(*item, server.errors)
-                    for item in zip(ids, indexes, values, starts, strict=True)
-                ]
-            output = {"name": "total", "datatype": "INT64", "shape": [len(totals)], "data": totals}
-            self.answer(json.dumps({"outputs": [output]}).encode(), token)
-
-        def answer(self, body: bytes, token: str) -> None:
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.send_header(AFFINITY_TOKEN, token)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http_server:
-        http_server.daemon_threads = True
-        server = StatefulServer(f"http://127.0.0.1:{http_server.server_address[1]}")
-        thread = Thread(target=http_server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield server
-        finally:
-            http_server.shutdown()
-            thread.join()
+    with run_http_server(answer) as url:
+        server = StatefulServer(url)
+        yield server
