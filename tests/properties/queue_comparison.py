@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +17,8 @@ import msgspec
 import pytest
 import redis
 import redis.asyncio
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-)
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, run_state_machine_as_test
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
@@ -445,3 +442,32 @@ class QueueComparison(RuleBasedStateMachine):
             loop.run_until_complete(
                 assert_only_known_keys(self.connections.clients[0], NAMES, *RESULT_LISTS[1:3])
             )
+
+
+def run_model(
+    model: type[QueueComparison],
+    connections: Connections,
+    expected_events: Iterable[str],
+    *,
+    examples: int,
+    steps: int,
+    is_long: bool = False,
+) -> None:
+    """Run a model, and require that each of the expected events happened."""
+    machine: Any = type("BoundModel", (model,), {"connections": connections, "event_counts": Counter()})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            database=None,
+            print_blob=True,
+            derandomize=not is_long,
+            # Only the long form shrinks, because that takes minutes.
+            phases=[Phase.generate, Phase.shrink] if is_long else [Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    missing = {event for event in expected_events if not machine.event_counts[event]}
+    assert missing == set(), machine.event_counts

@@ -12,20 +12,14 @@ from __future__ import annotations
 import heapq
 import json
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import precondition, rule
 
 from dispatcher.features.models.counts import ModelCounts
 from dispatcher.features.models.queue.calls import ModelCalls
@@ -48,6 +42,7 @@ from tests.properties.queue_comparison import (
     QueueComparison,
     assert_same_lease,
     open_connections,
+    run_model,
 )
 
 
@@ -739,35 +734,14 @@ EXPECTED_EVENTS = (
 )
 
 
-def run_model(connections: Connections, examples: int, steps: int, *, derandomize: bool) -> None:
-    machine: Any = type("BoundModel", (QueueModel,), {"connections": connections, "event_counts": Counter()})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            database=None,
-            print_blob=True,
-            derandomize=derandomize,
-            # Only the long form shrinks, because that takes minutes.
-            phases=[Phase.generate] if derandomize else [Phase.generate, Phase.shrink],
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-    assert {event for event in EXPECTED_EVENTS if not machine.event_counts[event]} == set(), (
-        machine.event_counts
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.first
 @pytest.mark.timeout(300)
 def test_scripts_agree_with_the_memory_queue(connections: Connections) -> None:
-    run_model(connections, examples=130, steps=40, derandomize=True)
+    run_model(QueueModel, connections, EXPECTED_EVENTS, examples=130, steps=40)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 def test_scripts_agree_with_the_memory_queue_in_long_runs(connections: Connections) -> None:
-    run_model(connections, examples=1000, steps=100, derandomize=False)
+    run_model(QueueModel, connections, EXPECTED_EVENTS, examples=1000, steps=100, is_long=True)

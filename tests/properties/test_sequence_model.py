@@ -8,15 +8,13 @@ only one request of a sequence runs at a time.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, precondition, rule
 from msgspec import structs
 
 from dispatcher.features.sequences.decisions import (
@@ -47,6 +45,7 @@ from tests.properties.queue_comparison import (
     QueueComparison,
     assert_same_lease,
     open_connections,
+    run_model,
 )
 from tests.queue.time_shifts import age_sequences_in_memory, age_sequences_in_redis
 
@@ -688,36 +687,14 @@ EXPECTED_EVENTS = (
 )
 
 
-def run_model(connections: Connections, examples: int, steps: int, *, derandomize: bool) -> None:
-    machine: Any = type(
-        "BoundModel", (SequenceModel,), {"connections": connections, "event_counts": Counter()}
-    )
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            database=None,
-            print_blob=True,
-            derandomize=derandomize,
-            phases=[Phase.generate] if derandomize else [Phase.generate, Phase.shrink],
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-    assert {event for event in EXPECTED_EVENTS if not machine.event_counts[event]} == set(), (
-        machine.event_counts
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.first
 @pytest.mark.timeout(300)
 def test_sequence_scripts_agree_with_the_memory_queue(connections: Connections) -> None:
-    run_model(connections, examples=80, steps=40, derandomize=True)
+    run_model(SequenceModel, connections, EXPECTED_EVENTS, examples=80, steps=40)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 def test_sequence_scripts_agree_with_the_memory_queue_in_long_runs(connections: Connections) -> None:
-    run_model(connections, examples=1000, steps=100, derandomize=False)
+    run_model(SequenceModel, connections, EXPECTED_EVENTS, examples=1000, steps=100, is_long=True)
