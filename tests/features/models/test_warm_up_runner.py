@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import pytest
@@ -868,84 +869,62 @@ def test_warm_up_is_not_repeated_if_its_marker_could_not_be_written() -> None:
     run_with_gateway(check, gateway, options())
 
 
+@asynccontextmanager
+async def run_other_owners(
+    scene: Scene, gateway: WarmUpGateway, *, owners: int, requests: int, endpoints: int, rounds: int
+) -> AsyncIterator[None]:
+    """Run further owners on the queue of the scene, which has requests for another model only. `endpoints` is
+    the number of endpoints that need a warm-up, and `rounds` how often they are listed before the block."""
+    warm_up_options = options(can_steer=True, warm_directly=True)
+    dispatchers = [scene.dispatcher]
+    other_tasks: list[asyncio.Task[None]] = []
+    for number in range(owners - 1):
+        queue = MemoryQueue(scene.store, f"other-{number}")
+        dispatcher = Dispatcher(queue, gateway, open_limiter(), warm_up_options, Journal(Metrics()))
+        find_part(dispatcher, WarmUpRunner).servers = gateway
+        dispatchers.append(dispatcher)
+        other_tasks.append(asyncio.create_task(dispatcher.run()))
+    await submit_requests(scene, *(f"r{number}" for number in range(requests)), payload=b'{"model":"other"}')
+    names = dict.fromkeys((f"e{number}" for number in range(endpoints)), "qwen-v1")
+    for _ in range(rounds):
+        at = asyncio.get_running_loop().time()
+        listings = [Listing(name, at, (model,)) for name, model in ({"a": "other"} | names).items()]
+        for each in dispatchers:
+            find_part(each, ModelRouter).update_listings(listings)
+        await asyncio.sleep(EXCHANGE_INTERVAL_S)
+    assert len({endpoint for endpoint, _, _ in gateway.warm_up_calls}) == endpoints
+    yield
+    for each in dispatchers[1:]:
+        each.drain(1.0)
+    await asyncio.gather(*other_tasks)
+
+
 @pytest.mark.parametrize("owners", [2, 3])
 def test_all_endpoints_are_warmed_up_although_other_owners_fill_the_limit(owners: int) -> None:
     """An owner without batch requests cannot make room, so it leaves the warm-ups to the others."""
     gateway = WarmUpGateway()
     gateway.answer_after_s = 0.5
-    warm_up_options = options(can_steer=True, warm_directly=True)
 
     async def check(scene: Scene) -> None:
-        dispatchers = [scene.dispatcher]
-        other_tasks: list[asyncio.Task[None]] = []
-        for number in range(owners - 1):
-            queue = MemoryQueue(scene.store, f"other-{number}")
-            dispatcher = Dispatcher(
-                queue,
-                gateway,
-                open_limiter(),
-                warm_up_options,
-                Journal(Metrics()),
-            )
-            find_part(dispatcher, WarmUpRunner).servers = gateway
-            dispatchers.append(dispatcher)
-            other_tasks.append(asyncio.create_task(dispatcher.run()))
-        await submit_requests(scene, *(f"r{number}" for number in range(6000)), payload=b'{"model":"other"}')
-        names = dict.fromkeys((f"e{number}" for number in range(12)), "qwen-v1")
-        for _ in range(30):
-            at = asyncio.get_running_loop().time()
-            listings = [Listing(name, at, (model,)) for name, model in ({"a": "other"} | names).items()]
-            for each in dispatchers:
-                find_part(each, ModelRouter).update_listings(listings)
-            await asyncio.sleep(EXCHANGE_INTERVAL_S)
-        assert len({endpoint for endpoint, _, _ in gateway.warm_up_calls}) == 12
-        assert len(gateway.warm_up_calls) == 48
-        assert len(gateway.batch_calls) > 2000
-        assert gateway.max_running_count <= LIMIT + 1
-        for each in dispatchers[1:]:
-            each.drain(1.0)
-        await asyncio.gather(*other_tasks)
+        async with run_other_owners(scene, gateway, owners=owners, requests=6000, endpoints=12, rounds=30):
+            assert len(gateway.warm_up_calls) == 48
+            assert len(gateway.batch_calls) > 2000
+            assert gateway.max_running_count <= LIMIT + 1
 
-    run_with_gateway(check, gateway, warm_up_options)
+    run_with_gateway(check, gateway, options(can_steer=True, warm_directly=True))
 
 
 def test_warm_ups_and_batch_requests_of_all_owners_share_one_limit() -> None:
     """Owners learn of warm-ups of others within a second, and may exceed the limit by these until then."""
     gateway = WarmUpGateway()
     gateway.answer_after_s = 3.0
-    warm_up_options = options(can_steer=True, warm_directly=True)
 
     async def check(scene: Scene) -> None:
-        dispatchers = [scene.dispatcher]
-        other_tasks: list[asyncio.Task[None]] = []
-        for number in range(4):
-            queue = MemoryQueue(scene.store, f"other-{number}")
-            dispatcher = Dispatcher(
-                queue,
-                gateway,
-                open_limiter(),
-                warm_up_options,
-                Journal(Metrics()),
-            )
-            find_part(dispatcher, WarmUpRunner).servers = gateway
-            dispatchers.append(dispatcher)
-            other_tasks.append(asyncio.create_task(dispatcher.run()))
-        await submit_requests(scene, *(f"r{number}" for number in range(900)), payload=b'{"model":"other"}')
-        names = dict.fromkeys((f"e{number}" for number in range(24)), "qwen-v1")
-        for _ in range(40):
-            at = asyncio.get_running_loop().time()
-            listings = [Listing(name, at, (model,)) for name, model in ({"a": "other"} | names).items()]
-            for each in dispatchers:
-                find_part(each, ModelRouter).update_listings(listings)
-            await asyncio.sleep(EXCHANGE_INTERVAL_S)
-        assert len({endpoint for endpoint, _, _ in gateway.warm_up_calls}) == 24
-        assert len(gateway.batch_calls) > 400
-        assert gateway.max_running_count <= LIMIT + MAX_PARALLEL_WARM_UPS
-        for each in dispatchers[1:]:
-            each.drain(1.0)
-        await asyncio.gather(*other_tasks)
+        async with run_other_owners(scene, gateway, owners=5, requests=900, endpoints=24, rounds=40):
+            assert len(gateway.batch_calls) > 400
+            assert gateway.max_running_count <= LIMIT + MAX_PARALLEL_WARM_UPS
 
-    run_with_gateway(check, gateway, warm_up_options)
+    run_with_gateway(check, gateway, options(can_steer=True, warm_directly=True))
 
 
 def test_batch_requests_leave_units_for_warm_ups_of_other_owners() -> None:
