@@ -207,21 +207,6 @@ def list_default_paths(environ: Mapping[str, str]) -> tuple[Path, Path]:
     return Path("config.yaml"), Path(home).expanduser() / "batch-dispatcher" / "config.yaml"
 
 
-def require_settings(config: Path | None) -> Settings:
-    """Return the settings of a file, or of the environment alone.
-
-    Prints the problems and exits with 2 if they are invalid.
-    """
-    from dispatcher.settings.load import load_settings
-    from dispatcher.settings.model import Settings
-
-    settings = load_settings(config, os.environ)
-    if isinstance(settings, Settings):
-        return settings
-    print_error(*map(str, settings))
-    raise typer.Exit(2)
-
-
 def locate_queue(config: Path | None, url: str, queue: str, pool: str = "") -> QueueLocation:
     """Return the location that options, environment or configuration name, even if it has problems.
 
