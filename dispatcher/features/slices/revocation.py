@@ -11,7 +11,7 @@ from math import ceil
 
 from dispatcher.limit.allowance import Allowance
 
-MAX_READING_INTERVAL_S = 10.0
+MAX_READING_AGE_S = 10.0
 """Time between readings, and age of the newest one, above which no slice ends early."""
 
 
@@ -36,7 +36,7 @@ class RevocationPlanner:
             return 0
         if allowance.read_at <= self._acted_at or own_units <= 0:
             return 0
-        if max(reading_interval_s, now - allowance.read_at) > MAX_READING_INTERVAL_S:
+        if max(reading_interval_s, now - allowance.read_at) > MAX_READING_AGE_S:
             return 0
         excess = min(-budget.headroom, all_units - allowance.limit)
         if excess <= 0:

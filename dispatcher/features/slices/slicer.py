@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from dispatcher.features.slices.answers import Continues, Finished, SliceResult, interpret_answer
@@ -360,7 +359,7 @@ class Slicer(LeasePart):
         in_flight = self._context.in_flight
         all_units = in_flight.units + self._context.limiter.other_owners_units
         running = [
-            (not planned.received, -entry.claimed_at, entry)
+            entry
             for entry in in_flight.list_at_gateway()
             if entry.stop_reason is None
             and (planned := self.leases.get(entry.lease.token)) is not None
@@ -369,11 +368,14 @@ class Slicer(LeasePart):
         units = self._revocations.plan_revocations(
             allowance,
             loop_time(),
-            sum(entry.lease.units for *_, entry in running),
+            sum(entry.lease.units for entry in running),
             all_units,
             self._context.limiter.reading_interval_s,
         )
-        for *_, entry in sorted(running, key=itemgetter(0, 1)):
+        if units <= 0:  # the usual case, in each round of the loop
+            return
+        running.sort(key=lambda entry: (not self.leases[entry.lease.token].received, -entry.claimed_at))
+        for entry in running:
             if units <= 0:
                 break
             units -= entry.lease.units

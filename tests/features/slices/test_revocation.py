@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dispatcher.features.slices.revocation import MAX_READING_INTERVAL_S, RevocationPlanner
+from dispatcher.features.slices.revocation import MAX_READING_AGE_S, RevocationPlanner
 from dispatcher.limit.allowance import Allowance
 from dispatcher.limit.budget import Policy, Reading, Reason, Signal, compute_budget
 
@@ -83,9 +83,9 @@ def test_no_slice_ends_without_a_budget_that_may_be_used() -> None:
 @pytest.mark.parametrize(
     ("interval_s", "age_s", "expected"),
     [
-        pytest.param(MAX_READING_INTERVAL_S, MAX_READING_INTERVAL_S, 3, id="just often enough"),
-        pytest.param(MAX_READING_INTERVAL_S + 0.1, 0.0, 0, id="too rare"),
-        pytest.param(1.0, MAX_READING_INTERVAL_S + 0.1, 0, id="too old"),
+        pytest.param(MAX_READING_AGE_S, MAX_READING_AGE_S, 3, id="just often enough"),
+        pytest.param(MAX_READING_AGE_S + 0.1, 0.0, 0, id="too rare"),
+        pytest.param(1.0, MAX_READING_AGE_S + 0.1, 0, id="too old"),
     ],
 )
 def test_no_slice_ends_where_readings_are_too_rare_or_too_old(
