@@ -33,6 +33,8 @@ DENIAL_S, MAX_DENIAL_S = 5.0, 300.0
 with each such answer, up to the second value, until a request is answered or other endpoints list the
 model."""
 MAX_REMEMBERED_MODELS = 10_000
+MAX_SHOWN = 50
+"""Largest number of models in a status."""
 GATEWAY = "gateway"
 """Name of the endpoint if the gateway was asked for the models of all endpoints."""
 _MAX_NAMES_SHOWN = 10

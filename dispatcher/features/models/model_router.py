@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dispatcher.features.models.availability import (
+    MAX_SHOWN,
     Listing,
     ModelDecision,
     ModelState,
@@ -58,7 +59,6 @@ MIN_CHECK_GAP_S = 0.2
 OTHER_SERVER_RETRY_S = 1.0
 """Retry delay if a server without the model answered while others have it, or if the version could not be
 chosen."""
-MAX_SHOWN = 50
 MODELS = Cause("models", "`batch-dispatcher models show`")
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from dispatcher.features.models.availability import ModelState
+from dispatcher.features.models.availability import MAX_SHOWN, ModelState
 from dispatcher.features.models.registry import ModelRegistryState
 from dispatcher.telemetry.status import MAX_TABLE_ROWS, FeatureSection, FeatureStatus
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from dispatcher.features.models.warm_up_runner import WarmUpRunner
     from dispatcher.requests.queue_counts import QueueCounts
 
-MAX_SHOWN = 50
-"""Maximum number of models."""
 MAX_EXPLAINED = 3
 """Maximum number of models with a sentence about the requests that wait for them."""
 MAX_VERSIONS = 20
