@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from tests.function_calls import count_calls, run_python
 
 BLOCK_OTHER_PACKAGES = """
@@ -16,9 +18,9 @@ class Blocked(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Blocked())
 """
 """Code that makes all third-party packages but redis and msgspec unavailable."""
-MAX_RATIO = 1.32
-"""Largest ratio to the function calls of the import of the client of Redis. Measured: 167,540 with our
-client, 129,420 without."""
+MAX_RATIO = 1.32 if sys.version_info < (3, 12) else 1.4
+"""Largest ratio to the function calls of the import of the client of Redis. Measured: 1.29 with Python 3.11
+(167,540 and 129,420), 1.35 with 3.12, 1.36 with 3.13."""
 
 
 def test_client_needs_only_redis_and_msgspec() -> None:

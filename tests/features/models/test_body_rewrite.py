@@ -43,7 +43,7 @@ from dispatcher.requests.request import Request
         (b'{"model":"qw\nen"}', None),
         (b'{"x":"\xff","model":"qwen"}', None),
         (b'\xef\xbb\xbf{"model":"qwen"}', None),
-        (b'{"model":"qwen","x":' + b"[" * 5000 + b"]" * 5000 + b"}", None),
+        (b'{"model":"qwen","x":' + b"[" * 100_000 + b"]" * 100_000 + b"}", None),
     ],
 )
 def test_model_is_replaced_only_in_an_unambiguous_body(body: bytes, replaced: bytes | None) -> None:

@@ -399,7 +399,7 @@ SERVER_FAULTS: dict[str, tuple[Any, str, str]] = {
         "url",
     ),
     "an error that is a list": (answering(json_answer({"error": [1]}, 503)), "HTTP 503", ""),
-    "nested deeply": (answering(json_bytes_answer(b"[" * 5_000)), "not Prometheus' JSON", "url"),
+    "nested deeply": (answering(json_bytes_answer(b"[" * 100_000)), "not Prometheus' JSON", "url"),
     "nested deeply inside": (
         answering(json_bytes_answer(b'{"status":"success","x":' + b"[" * 100_000)),
         "not Prometheus' JSON",
@@ -409,9 +409,9 @@ SERVER_FAULTS: dict[str, tuple[Any, str, str]] = {
         answering(
             json_bytes_answer(
                 b'{"status":"success","data":{"resultType":"vector","result":[{"metric":'
-                + b'{"a":' * 5_000
+                + b'{"a":' * 100_000
                 + b"1"
-                + b"}" * 5_000
+                + b"}" * 100_000
                 + b"}]}}"
             )
         ),
