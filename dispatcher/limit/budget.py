@@ -112,6 +112,20 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
+class KvUse:
+    """Use of the KV memory of all ready endpoints, at some moment within [opened_at, closed_at]."""
+
+    share: float
+    """Mean share of the memory in use."""
+    capacity_tokens: float | None
+    """KV memory of all endpoints together in tokens. `None` if the pages do not show it."""
+    endpoints: float | None
+    """Number of ready endpoints. `None` if it is not known."""
+    opened_at: float
+    closed_at: float
+
+
+@dataclass(frozen=True, slots=True)
 class Reading:
     """One sample of one signal, taken at an unknown time within [opened_at, closed_at] on the process
     clock."""
@@ -157,6 +171,8 @@ class Reading:
     infinite if it comes from model servers, which count items."""
     max_age_s: float | None = None
     """Age from which a sample of this source is no longer used. `None` for `Policy.max_age_s`."""
+    kv_use: KvUse | None = None
+    """`None` if the source does not show it."""
     picker_endpoints: float | None = None
     """Number of endpoints among which a picker chooses. `None` if there is no picker, or the number is not
     known."""

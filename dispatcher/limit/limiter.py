@@ -36,6 +36,7 @@ from dispatcher.limit.budget import (
     GATEWAY_OUTAGES,
     MAX_PLAUSIBLE_REQUESTS,
     Budget,
+    KvUse,
     Policy,
     Reading,
     Reason,
@@ -270,6 +271,19 @@ class Limiter:
     def other_owners_units(self) -> int:
         """Units in flight that other replicas hold."""
         return self._tracker.ledger.other_owners_units
+
+    def bound_other_owners(self, opened_at: float, closed_at: float) -> tuple[int, int]:
+        """Return the fewest and the most units of other replicas at the gateway in a window."""
+        return self._tracker.ledger.bound_other_owners(opened_at, closed_at)
+
+    @property
+    def kv_use(self) -> KvUse | None:
+        """Use of the KV memory by the newest reading. `None` if the newest readings do not show it."""
+        newest = None
+        for reading in self._tracker.newest_readings:
+            if reading.kv_use is not None and (newest is None or reading.kv_use.closed_at > newest.closed_at):
+                newest = reading.kv_use
+        return newest
 
     @property
     def budgets(self) -> list[Budget]:

@@ -205,7 +205,7 @@ class LoadLedger:
         self, a: float, b: float, delta_s: float = DELTA_S, items_beyond_calls: float = math.inf
     ) -> LoadBounds:
         """Return the bounds for a reading of [a, b] that counts `items_beyond_calls` items beyond calls."""
-        least_others, most_others = self._bound_other_owners(a, b)
+        least_others, most_others = self.bound_other_owners(a, b)
         own_lo, own_hi = self._compute_min_own(a, b, delta_s), self._compute_max_own(a, b)
         units = LoadBounds(own_lo + least_others, own_hi + most_others, own_lo)
         if items_beyond_calls == math.inf or self._has_single_unit_calls(a):
@@ -283,7 +283,8 @@ class LoadLedger:
             most = max(most, at_gateway)
         return most
 
-    def _bound_other_owners(self, a: float, b: float) -> tuple[int, int]:
+    def bound_other_owners(self, a: float, b: float) -> tuple[int, int]:
+        """Return the fewest and the most units that other owners may have had at the gateway in [a, b]."""
         counts = self._lease_counts
         if not counts:
             return 0, 0

@@ -57,9 +57,14 @@ wait because the server is full. Requests with the reason `deferred` wait for a 
 a LoRA adapter."""
 _GRAMMAR = "sglang:num_grammar_queue_reqs"
 """Requests that SGLang counts neither as running nor as waiting, because their grammar is not ready."""
+_CACHE_CONFIG, _CACHE_TOKENS = "vllm:cache_config_info", "kv_cache_size_tokens"
+"""Series of newer versions of vLLM, and its label with the tokens that the KV cache of an engine holds. The
+product of the labels `num_gpu_blocks` and `block_size` is not used, because it is wrong for hybrid models."""
+_MAX_TOKENS = "sglang:max_total_num_tokens"
+"""Tokens that the KV cache of SGLang holds."""
 _SELECTION = SeriesSelection(
     frozenset(name for kind in ModelServerKind for names in kind.value for name in names)
-    | {_SWAPPED, _WAITING_BY_REASON, _GRAMMAR}
+    | {_SWAPPED, _WAITING_BY_REASON, _GRAMMAR, _CACHE_CONFIG, _MAX_TOKENS}
 )
 _RANKS = ("tp_rank", "pp_rank")
 """Labels of the processes that serve the same requests together. SGLang may show each of them; only the
@@ -75,6 +80,8 @@ class _ServerPage:
     deferred: float
     """Part of `waiting` that would also wait in an empty server."""
     kv_cache: float | None
+    kv_tokens: float | None
+    """Tokens that the KV cache holds. `None` if the page does not show a usable number."""
     limit: float | None
     """Requests that the server runs at once. `None` if its page does not show a usable number."""
 
@@ -137,7 +144,14 @@ def _parse_page(
             deferred = sum_or_nan(_find_gauge_values(page.samples, (_GRAMMAR,)))
             queued = sum_or_nan([queued, deferred])
         return _ServerPage(
-            opened_at, closed_at, sum_or_nan(running), queued, deferred, used, _sum_limits(limits)
+            opened_at,
+            closed_at,
+            sum_or_nan(running),
+            queued,
+            deferred,
+            used,
+            _sum_limits(_find_cache_tokens(page.samples)),
+            _sum_limits(limits),
         )
     return make_unread(
         target,
@@ -161,6 +175,15 @@ def _find_gauge_values(samples: Sequence[Sample], names: Sequence[str]) -> list[
         if values:
             return values
     return []
+
+
+def _find_cache_tokens(samples: Sequence[Sample]) -> list[float]:
+    """Return the tokens that the KV cache of each engine holds. Empty if the page does not show it."""
+    labels = [each.labels.get(_CACHE_TOKENS, "") for each in samples if each.name == _CACHE_CONFIG]
+    try:
+        return [float(each) for each in labels] or _find_gauge_values(samples, (_MAX_TOKENS,))
+    except ValueError:
+        return []
 
 
 def _count_deferred(samples: Sequence[Sample], waiting: float) -> float:
@@ -192,6 +215,18 @@ def _compute_deviation(values: Sequence[float]) -> float:
     return statistics.pstdev(values) if all(map(math.isfinite, values)) else math.nan
 
 
+def _compute_kv_share(pages: Sequence[_ServerPage]) -> float | None:
+    """Return the share of the KV memory that is in use: of all tokens if each server shows how many it holds,
+    and otherwise the mean of the servers. `None` if no server shows it."""
+    used = [(each.kv_cache, each.kv_tokens) for each in pages if each.kv_cache is not None]
+    if not used:
+        return None
+    weights = [tokens or 0.0 for _, tokens in used]
+    if not all(weights):
+        weights = [1.0] * len(used)
+    return sum_or_nan(share * weight for (share, _), weight in zip(used, weights, strict=True)) / sum(weights)
+
+
 def _merge_pages(pages: Sequence[_ServerPage]) -> PoolView:
     count = len(pages)
     running, waiting = sum_or_nan(each.running for each in pages), sum_or_nan(each.waiting for each in pages)
@@ -207,6 +242,10 @@ def _merge_pages(pages: Sequence[_ServerPage]) -> PoolView:
     limit = sum_or_nan(limits) if len(limits) == count else None
     if limit is not None:
         raw["limit"] = limit
+    sizes = [each.kv_tokens for each in pages if each.kv_tokens is not None]
+    kv_tokens = sum_or_nan(sizes) if len(sizes) == count else None
+    if kv_tokens is not None:
+        raw["kv_tokens"] = kv_tokens
     # Means per server, because a view has the same form for the picker, whose averages are means.
     return PoolView(
         min(each.opened_at for each in pages),
@@ -214,7 +253,8 @@ def _merge_pages(pages: Sequence[_ServerPage]) -> PoolView:
         running=running / count,
         waiting=waiting / count,
         deferred=deferred / count,
-        kv_cache=sum_or_nan(used) / len(used) if used else None,
+        kv_cache=_compute_kv_share(pages),
+        kv_tokens=kv_tokens,
         server_queued=waiting - deferred,
         running_deviation=_compute_deviation([each.running for each in pages]),
         endpoints_with_room=float(sum(each.waiting <= each.deferred for each in pages)),

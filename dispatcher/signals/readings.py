@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dispatcher.limit.budget import Policy, Reading, Reason, Signal
+from dispatcher.limit.budget import KvUse, Policy, Reading, Reason, Signal
 from dispatcher.limit.picker_inference import (
+    FLUSH_LATE_FACTOR,
     FLUSH_S,
     ConcurrencyInference,
     KnownPickers,
@@ -42,6 +43,10 @@ class PickerFacts:
     ) -> None:
         self.count = ConcurrencyInference() if count is None else count
         self.outside = UntrackedRequests()
+        self.kv_use: KvUse | None = None
+        """Use of the KV memory by the newest poll. `None` if the pages do not show it."""
+        self._polled_at = -math.inf
+        """Start of the newest poll."""
         self.pickers: KnownPickers = KnownPickers() if previous is None else previous.pickers
 
     def learn_from_views(self, views: Sequence[PoolView], endpoints: int | None = None) -> None:
@@ -63,6 +68,8 @@ class PickerFacts:
             self.count.learn_from_sample(known, max(each.closed_at for each in views), can_prove=whole)
         else:
             self.count.mark_not_a_count()
+        self.kv_use = _measure_kv_use(views, self.kv_use, self._polled_at)
+        self._polled_at = min(each.opened_at for each in views)
         sent = _list_sent(views)
         averages = [each.requests_at_flush for each in views if each.requests_at_flush is not None]
         if sent:
@@ -167,6 +174,7 @@ def derive_readings(
                     reading,
                     is_capacity_known=is_capacity_known,
                     picker_endpoints=picker_endpoints,
+                    kv_use=facts.kv_use,
                 )
             )
     unique = tuple(dict.fromkeys(unread))  # a capacity that cannot be read is the same reason for each signal
@@ -185,6 +193,33 @@ def _count_picker_endpoints(
     if len(ready) > 1:
         return min_or_nan(ready)
     return ready[0] if ready else endpoints
+
+
+def _measure_kv_use(views: Sequence[PoolView], previous: KvUse | None, previous_at: float) -> KvUse | None:
+    """Return the use of the KV memory. `None` if the pages do not show it. `previous` is that of the poll
+    before, which started at `previous_at`.
+
+    An average is of the time of a flush. If a picker shows another value than at the poll before, the flush
+    was between the two. While it shows the same value, the older sample stands until the next flush is due.
+    """
+    shares = [each.kv_cache for each in views if each.kv_cache is not None]
+    if not shares:
+        return None
+    ready = [each.ready for each in views if each.ready is not None]
+    opened_at, closed_at = min(each.opened_at for each in views), max(each.closed_at for each in views)
+    use = KvUse(
+        max_or_nan(shares), views[0].kv_tokens, min_or_nan(ready) if ready else None, opened_at, closed_at
+    )
+    if all(each.has_current_averages for each in views):
+        return use
+    flush_s = FLUSH_S * FLUSH_LATE_FACTOR
+    # Each replica of a picker flushes at its own time.
+    if previous is not None and len(views) == 1:
+        if (use.share, use.endpoints) != (previous.share, previous.endpoints):
+            return replace(use, opened_at=max(opened_at - flush_s, previous_at))
+        if closed_at - previous.closed_at < flush_s:
+            return previous
+    return replace(use, opened_at=opened_at - flush_s)
 
 
 def _choose_per_endpoint(

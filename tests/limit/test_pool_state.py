@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dispatcher.limit.budget import MAX_PLAUSIBLE_REQUESTS, Policy, Reading, Reason, Signal
+from dispatcher.limit.budget import MAX_PLAUSIBLE_REQUESTS, KvUse, Policy, Reading, Reason, Signal
 from dispatcher.limit.limiter import Limiter
 
 SATURATION, REQUESTS = Signal.SATURATION, Signal.REQUESTS
@@ -163,3 +163,25 @@ def test_probe_is_due_at_the_time_that_was_named() -> None:
     due_at = limiter.get_allowance(T0 + 1).next_check_at
     assert due_at is not None
     assert limiter.get_allowance(due_at).probe_limit == 34
+
+
+def test_newest_use_of_the_kv_memory_counts() -> None:
+    limiter = Limiter(Policy(max_sys=10), [Signal.SATURATION, Signal.REQUESTS])
+    older, newer = KvUse(0.4, None, 1, 0.0, 1.0), KvUse(0.5, None, 1, 1.0, 2.0)
+    for signal, use in ((Signal.SATURATION, newer), (Signal.REQUESTS, older)):
+        limiter.add_reading(Reading(signal, 2.0, 2.0, 0.0, 0.0, 10, kv_use=use), 2.0)
+    seen = [limiter.kv_use]  # not applied yet
+    limiter.get_allowance(4.0)
+    seen.append(limiter.kv_use)
+    limiter.add_reading(Reading(Signal.SATURATION, 5.0, 5.0, 0.0, 0.0, 10), 5.0)
+    limiter.get_allowance(7.0)
+    seen.append(limiter.kv_use)
+    assert seen == [None, newer, older]
+
+
+def test_units_of_other_replicas_in_a_window_are_bounded_by_the_counts_around_it() -> None:
+    limiter = Limiter(Policy(max_sys=10), [Signal.REQUESTS])
+    for at, units in ((1.0, 3), (2.0, 5), (3.0, 4)):
+        limiter.record_lease_counts(at, other_owners_units=units, just_leased_units=0, lost_units=0)
+    assert limiter.bound_other_owners(1.5, 2.5) == (3, 5)
+    assert limiter.bound_other_owners(2.5, 3.5) == (0, 5)

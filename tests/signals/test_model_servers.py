@@ -349,3 +349,55 @@ async def test_check_reports_the_values_of_the_servers_and_warns_about_the_unkno
         )
     ]
     assert not any(finding.level == "failed" for finding in findings)
+
+
+@pytest.mark.parametrize(
+    ("engines", "kv_tokens"),
+    [
+        ([], None),
+        (["480000"], 480_000),
+        (["480000", "20000"], 500_000),  # engines of one server
+        (["NaN"], None),
+        (["-5"], None),
+        (["0"], None),
+        (["1e400"], None),
+        (["many"], None),
+        ([""], None),
+        (["480000", ""], None),
+    ],
+)
+async def test_size_of_the_kv_memory_is_that_of_all_engines(
+    engines: list[str], kv_tokens: float | None
+) -> None:
+    lines = [
+        f'vllm:cache_config_info{{engine="{number}",kv_cache_size_tokens="{size}"}} 1.0\n'
+        for number, size in enumerate(engines)
+    ]
+    view = await read_view(vllm_page_without("cache_config_info") + "".join(lines))
+    assert view.kv_tokens == kv_tokens
+
+
+async def test_blocks_show_no_size_of_the_kv_memory() -> None:
+    """Their product is wrong for hybrid models."""
+    assert "num_gpu_blocks" in VLLM
+    assert (await read_view(VLLM)).kv_tokens is None
+
+
+async def test_size_and_use_of_the_kv_memory_are_those_of_all_servers() -> None:
+    sglang = (PAGES / "sglang.txt").read_text() + 'sglang:max_total_num_tokens{model_name="m"} 100000\n'
+    vllm = (
+        vllm_page_without("cache_config_info")
+        + 'vllm:cache_config_info{engine="0",kv_cache_size_tokens="300000"} 1.0\n'
+    )
+    view = await read_view(vllm, sglang)
+    assert view.kv_tokens == 400_000
+    assert view.kv_cache == pytest.approx(0.41 * 0.75 + 0.28 * 0.25)
+    # One server does not show its size: then neither does the pool, and the servers count the same.
+    view = await read_view(VLLM, sglang)
+    assert view.kv_tokens is None
+    assert view.kv_cache == pytest.approx((0.41 + 0.28) / 2)
+    verdict = derive_readings([await read_view(vllm)], "auto", Policy(per_endpoint=32), "vllm")
+    use = verdict.readings[0].kv_use
+    assert use is not None
+    assert (use.share, use.capacity_tokens, use.endpoints) == (0.41, 300_000, 1)
+    assert (use.opened_at, use.closed_at) == (verdict.readings[0].opened_at, verdict.readings[0].closed_at)

@@ -87,6 +87,8 @@ class PoolView:
     """Part of `waiting` that does not wait for capacity of the model servers."""
     kv_cache: float | None = None
     """Mean share of the KV cache in use, flushed together with `running`."""
+    kv_tokens: float | None = None
+    """Tokens that the KV caches of all endpoints hold together. Only pages of model servers show it."""
     server_queued: float | None = None
     """Requests that wait in all model servers together, as of when this replica last read their metrics."""
     endpoints_with_room: float | None = None
