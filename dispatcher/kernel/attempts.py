@@ -18,6 +18,8 @@ from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import completions
 from dispatcher.kernel.queue_access import is_unexpected, loop_time
 from dispatcher.queue.contract import Release
+from dispatcher.requests.outcomes.outcome import Delivered
+from dispatcher.requests.usage import parse_token_usage
 from dispatcher.telemetry.events import Event, emit
 
 if TYPE_CHECKING:
@@ -185,6 +187,11 @@ class AttemptRunner:
                 outcome, tokens = concluded.outcome, concluded.tokens
                 release, result_fields = concluded.release, concluded.result_fields
                 break  # the parts after it would not know what it has concluded
+        for part in context.hooks.measuring:
+            if token in part.leases and isinstance(outcome, Delivered) and outcome.status < 300:
+                if tokens is None:
+                    tokens = parse_token_usage(outcome.body)
+                part.record_tokens(entry, *tokens)
         self._journal.record_attempt(entry, result, outcome, tokens)
         if release is not None:
             context.complete(release)

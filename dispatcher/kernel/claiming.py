@@ -76,7 +76,8 @@ class Claimer:
             max_count, assumed_units = self._pipeline.plan_claim(free_units)
             # If all requests are refused, only a few are tried at a time.
             max_count = min(max_count, self._judge.max_tried_at_once or max_count)
-            if max_count < 1:  # requests that wait in groups will use the free units
+            # Requests that wait in groups will use the free units, or a feature has no room.
+            if max_count < 1:
                 return
             max_per_lane = self._lane_rules.compute_rooms(self._in_flight.lane_counts, at)
             if not self._claim_nonce:
@@ -146,9 +147,9 @@ class Claimer:
                 load.allow_probe(claim_result, allowance.probe_limit)
         self._limiter.record_probe(loop_time(), has_other_requests=self._access.has_claimable_requests)
 
-    def begin_claim_by_flush(self) -> ClaimByFlush | None:
-        """Return a claim to be made with a flush. `None` if a claim now would be impossible or different: a
-        probe, a repetition, one by one.
+    def begin_claim_by_flush(self, max_count: int) -> ClaimByFlush | None:
+        """Return a claim of at most `max_count` requests to be made with a flush. `None` if a claim now would
+        be impossible or different: a probe, a repetition, one by one, or fewer requests.
 
         Unless `start_claimed_by_flush` is called, the next claim repeats it.
         """
@@ -161,6 +162,9 @@ class Claimer:
         )
         if must_claim_otherwise:
             return None
+        for room in self._context.hooks.rooms:
+            if room.plan_claim(max_count) < max_count:
+                return None
         self._claim_nonce, self._claim_asked_at = next(self._flusher.nonces), self._access.clock()
         return ClaimByFlush(self._claim_nonce, self._claim_asked_at, self.build_permit(allowance))
 

@@ -78,12 +78,12 @@ class CompletionFlusher:
             if not isinstance(completion, Release) or completion.new_score is not None
         )
 
-    async def flush_all(self, begin_claim: Callable[[], ClaimByFlush | None]) -> ClaimedLeases | None:
+    async def flush_all(self, begin_claim: Callable[[int], ClaimByFlush | None]) -> ClaimedLeases | None:
         """Flush all pending completions, and return the requests that were claimed in the same step. `None`
         if none were, or they are not known.
 
-        `begin_claim` returns the claim for that step, or `None` if nothing may be claimed. A later claim with
-        its nonce returns requests that are not known.
+        `begin_claim` returns the claim of a number of requests for that step, or `None` if fewer may be
+        claimed. A later claim with its nonce returns requests that are not known.
         """
         # Requests that finish during the calls below are appended to the new list.
         pending, self._context.pending = self._context.pending, []
@@ -98,7 +98,7 @@ class CompletionFlusher:
             if settlements:
                 # Only what is left to a feature frees other requests, and the plain call is cheaper.
                 is_freeing = any(completion.extra is not None for completion in settlements)
-                claim = begin_claim() if is_freeing else None
+                claim = begin_claim(len(settlements)) if is_freeing else None
                 if claim is not None:
                     claimed = await self._end_and_claim(
                         QueueStep.SETTLE,
@@ -110,7 +110,11 @@ class CompletionFlusher:
                     await self._report(QueueStep.SETTLE, settlements, queue.settle(settlements))
             if releases:
                 # After a claim with the settlements, `begin_claim` returns `None`: one nonce can be repeated.
-                claim = begin_claim() if any(each.can_be_claimed_again for each in releases) else None
+                claim = (
+                    begin_claim(len(releases))
+                    if any(each.can_be_claimed_again for each in releases)
+                    else None
+                )
                 if claim is not None:
                     claimed = await self._end_and_claim(
                         QueueStep.RELEASE,

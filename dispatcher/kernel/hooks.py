@@ -6,6 +6,7 @@
                 plain request costs one lookup for each feature.
     Grouping    sends several leases in one call (sending.py, attempts.py)
     Load        takes units of the limit beside the leases (claiming.py)
+    Room        limits how many requests are claimed, beside the limit on units (weights.py)
     Hooks       has all of them in their order, with callbacks for what happens beside the requests
 
 A feature keeps what it knows about a lease by the token of the lease, until `forget_lease`. It calls the
@@ -88,6 +89,9 @@ class LeasePart:
 
     def stop(self, entry: InFlightLease, request: Request) -> None:
         """Keep what is worth keeping of an answer that is no longer awaited."""
+
+    def record_tokens(self, entry: InFlightLease, tokens_in: int, tokens_out: int) -> None:
+        """Record the tokens that an answer of the model server reports. 0 stands for a missing number."""
 
     def end(self, entry: InFlightLease, completion: Completion, result: AttemptResult) -> Completion:
         """Return the completion of an answered request with what the feature adds to it. `result` has the
@@ -190,6 +194,19 @@ class Load(Protocol):
         ...
 
 
+class Room(Protocol):
+    """Room of a feature for requests, beside the limit on units. Its stage returns requests without room."""
+
+    @property
+    def problem(self) -> str:
+        """Reason why fewer requests are claimed than the limit allows. Empty if there is none."""
+        ...
+
+    def plan_claim(self, max_count: int) -> int:
+        """Return how many of `max_count` requests may be claimed now."""
+        ...
+
+
 class KnownEndpoints(Protocol):
     """State of the endpoints of the pool, as far as Kubernetes shows it."""
 
@@ -221,6 +238,7 @@ class Hooks:
     lease_parts: tuple[LeasePart, ...] = ()
     grouping: Grouping | None = None
     loads: tuple[Load, ...] = ()
+    rooms: tuple[Room, ...] = ()
     on_allowance: tuple[Callable[[Allowance], None], ...] = ()
     """Called each time the loop has worked. May stop leases."""
     on_counts: tuple[Callable[[QueueCounts], None], ...] = ()
@@ -237,6 +255,10 @@ class Hooks:
     find_started_model: tuple[Callable[[bytes], str], ...] = ()
     """Return the name of the model that the calls behind this progress were sent to. Empty if it is the model
     that the request names."""
+    find_call_tokens: tuple[Callable[[str], tuple[int | None, int] | None], ...] = ()
+    """Return the tokens of the prompt (`None` if they are not known) and the largest number of tokens of the
+    answer, if a feature sends a part of a request. Called with the token of the lease, after the stage of the
+    feature. `None` if the request is sent whole."""
     end_request: tuple[Callable[[Settlement, bool], Settlement], ...] = ()
     """Called with the end of a request for which progress is stored, or from whose member a feature has read
     something, and with True if it becomes a dead letter. Return what is settled instead."""
@@ -252,6 +274,7 @@ class Hooks:
     preparing: tuple[LeasePart, ...] = field(init=False)
     explaining: tuple[LeasePart, ...] = field(init=False)
     concluding: tuple[LeasePart, ...] = field(init=False)
+    measuring: tuple[LeasePart, ...] = field(init=False)
     stopping: tuple[LeasePart, ...] = field(init=False)
     ending: tuple[LeasePart, ...] = field(init=False)
 
@@ -260,6 +283,7 @@ class Hooks:
             ("preparing", "prepare"),
             ("explaining", "explain"),
             ("concluding", "conclude"),
+            ("measuring", "record_tokens"),
             ("stopping", "stop"),
             ("ending", "end"),
         ):

@@ -43,7 +43,12 @@ class UnitAllocator:
         parsed."""
         grouping = self._context.hooks.grouping
         unweighted_count = 0 if grouping is None else grouping.groups.unweighted_count
-        return self._weights.plan_claim(free_units, unweighted_count)
+        max_count, units = self._weights.plan_claim(free_units, unweighted_count)
+        for room in self._context.hooks.rooms:
+            max_count = room.plan_claim(max_count)
+            if max_count < 1 and room.problem:
+                self._context.limiter.set_withheld_reason(room.problem)
+        return max_count, units
 
     async def allocate_for_calls(self, attempts: list[Attempt], permit: Permit) -> Set[str]:
         """Count one unit for each of these calls: on its first lease, and nothing on the others.
