@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-ORDER = ("sequences", "models", "slices", "merging", "batch_files", "named_streams")
+ORDER = ("sequences", "models", "slices", "tokens", "merging", "batch_files", "named_streams")
 """Names of all features, in the order in which the kernel asks them."""
 _FOLDER = Path(__file__).parent
 FEATURES = tuple(name for name in ORDER if (_FOLDER / name / "__init__.py").is_file())

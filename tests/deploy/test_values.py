@@ -146,6 +146,7 @@ def test_every_setting_of_the_program_is_a_value_of_the_same_type() -> None:
                       "models": [{"match": "chat-*", "max_idle_s": 30, "max_active": 2}]},
         "slicing": {"mode": "on", "tokens": 128, "min_tokens": 300, "stream": True, "revoke": "off",
                     "paths": ["/v1/chat/completions"]},
+        "tokens": {"mode": "off", "per_endpoint": 480_000},
         "serving": {"observe": "endpoints", "urls": ["http://a:8000", "http://b:8000/models"],
                     "interval_s": 0.5, "when_not_served": "fail", "token_file": "/more/models", "tls": tls,
                     "subset_header": "x-subset", "warmup": {"by": "gateway", "timeout_s": 1.5}},

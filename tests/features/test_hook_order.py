@@ -32,13 +32,18 @@ def test_joined_hooks_have_every_kind_of_each_feature_in_order() -> None:
 
 async def test_stages_and_parts_of_features_are_asked_in_this_order() -> None:
     """A request waits for its turn before it is sent to a version. What is sliced depends on the version,
-    and requests are merged last."""
+    what a call needs of the KV memory on the slice, and requests are merged last."""
     clock, limiter = asyncio.get_running_loop().time, open_limiter()
     queue = MemoryQueue(MemoryStore(clock=clock, unix_origin=0.0, lease_s=30.0), "a")
     access = QueueAccess(queue, limiter, LeaseValidity(30.0, 5.0), clock)
     nothing: Any = None
     hooks = build_feature_hooks(KernelContext(access, limiter, nothing, nothing, Options(RetryPolicy())))
     assert [type(each).__name__ for each in hooks.first_stages] == ["TurnChecker"]
-    assert [type(each).__name__ for each in hooks.stages] == ["ModelRouter", "Slicer", "RequestMerger"]
-    parts = ["TurnChecker", "ModelRouter", "Slicer", "RequestMerger"]
+    assert [type(each).__name__ for each in hooks.stages] == [
+        "ModelRouter",
+        "Slicer",
+        "TokenBudget",
+        "RequestMerger",
+    ]
+    parts = ["TurnChecker", "ModelRouter", "Slicer", "TokenBudget", "RequestMerger"]
     assert [type(each).__name__ for each in hooks.lease_parts] == parts

@@ -35,6 +35,7 @@ ROWS = [
     "Sequences",
     "Batching",
     "Slices",
+    "KV memory",
     "Utilization and impact on realtime",
     "Replicas",
 ]

@@ -20,6 +20,7 @@ from dispatcher.features.merging.status import BatchingStatus
 from dispatcher.features.models.status import ModelsStatus, ModelStatus, VersionStatus
 from dispatcher.features.sequences.status import SequenceModelStatus, SequencesStatus
 from dispatcher.features.slices.status import SlicingStatus
+from dispatcher.features.tokens.status import TokenEstimateStatus, TokensStatus
 from dispatcher.telemetry.catalogue import CATALOGUE
 from dispatcher.telemetry.metrics import Metrics
 from dispatcher.telemetry.series import SeriesKind
@@ -44,6 +45,11 @@ ABSENT_SERIES = {
     "batch_dispatcher_model_version_share",
     "batch_dispatcher_model_version_warm_endpoints",
     "batch_dispatcher_model_waiting",
+    "batch_dispatcher_kv_capacity_tokens",  # the size of the KV memory is not known
+    "batch_dispatcher_kv_reserved_tokens",
+    "batch_dispatcher_kv_room_tokens",
+    "batch_dispatcher_kv_used_tokens",
+    "batch_dispatcher_token_estimate_error",
     "batch_dispatcher_merge_gain",  # no request matches a rule
     "batch_dispatcher_merge_off",
     "batch_dispatcher_merge_size",
@@ -84,6 +90,7 @@ STATUS_WITH_ALL_VALUES = replace(
             [SequenceModelStatus("qwen-*", 2, 1)],
         ),
         SlicingStatus(started=2),
+        TokensStatus(9e4, 6e4, 2e4, 3e4, 1e4, token_estimates=[TokenEstimateStatus("qwen", 0.1)]),
     ),
 )  # fmt: skip
 

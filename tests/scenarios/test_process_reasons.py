@@ -47,8 +47,11 @@ UNUSED_PREFIXES = (
     "batch_dispatcher_revoked_slices",
     "batch_dispatcher_started",
     "batch_dispatcher_rule_timeouts",
+    "batch_dispatcher_kv_",
+    "batch_dispatcher_token_",
 )
-"""Prefixes of series that do not change in this test, which has no merged calls, sequences or watched models.
+"""Prefixes of series that do not change in this test, which has no merged calls, sequences, watched models
+or token budget.
 
 tests/monitoring covers them. The stand-in does not report the wait in the picker.
 """

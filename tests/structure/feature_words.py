@@ -35,6 +35,8 @@ WORDS = {
 PHRASES = {
     "models": re.compile(r"waiting_for_model|wait(s|ing)? for (a|its|the|their) models?\b", re.IGNORECASE),
     "batch_files": re.compile(r"batch[ _]?files?\b|\brun_file\b", re.IGNORECASE),
+    # Not "token": leases and answers have tokens without this feature.
+    "tokens": re.compile(r"token[ _]?budgets?\b|\bcounts?_tokens\b|tokens are counted", re.IGNORECASE),
     "named_streams": re.compile(r"named[ _]?streams?\b|\b(forget_stream|stream_status)\b", re.IGNORECASE),
 }
 """Patterns of features whose single words mean other things as well."""

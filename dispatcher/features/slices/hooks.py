@@ -22,6 +22,7 @@ def build_hooks(context: KernelContext) -> Hooks:
         lease_parts=(slicer,),
         on_allowance=(slicer.revoke_slices,),
         find_started_model=(find_version,),
+        find_call_tokens=(slicer.find_call_tokens,),
         end_request=(end_with_partial_answer,),
         status=(partial(build_status, context, slicer),),
         reconfigure=(slicer.reconfigure,),

@@ -168,6 +168,23 @@ class Slicer(LeasePart):
             return
         self.leases[claimed.entry.lease.token] = _Slice(generation, key, support, progress, is_checked)
 
+    def find_call_tokens(self, token: str) -> tuple[int | None, int] | None:
+        """Return the tokens of the prompt of the next slice, and of its answer. `None` if the request is sent
+        whole."""
+        planned = self.leases.get(token)
+        if planned is None or not self._options.is_on:
+            return None
+        progress = planned.progress
+        if progress is not None and progress.stage is Stage.RESTART:
+            return None
+        size = self._options.terms.slice_tokens
+        if self._options.measures_size:
+            size = planned.support.size.size
+        tokens = compute_slice_tokens(planned.generation, progress, size)
+        if progress is None or not progress.prompt_tokens:
+            return None, tokens
+        return progress.prompt_tokens + progress.tokens + progress.uncounted_tokens, tokens
+
     def _find_reason_before_parsing(self, request: Request) -> WholeReason | None:
         if request.metadata.items() >= ONE_CALL.items():
             return WholeReason.DECLINED

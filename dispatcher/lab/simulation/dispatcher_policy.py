@@ -57,6 +57,24 @@ MEMBER_TEMPLATE = _build_member_template(b'{"max_tokens":"%d"}')
 SLICED_MEMBER_TEMPLATE = _build_member_template(sliced_requests.PAYLOAD_TEMPLATE)
 
 
+def _build_token_options(scenario: Scenario) -> dict[type, object]:
+    """Return the options of the token budget. Empty if tokens are not counted."""
+    if not scenario.counts_tokens or scenario.kv_tokens is None:
+        return {}
+    # A build without the feature simulates dispatchers that count requests only.
+    from dispatcher.features.tokens.options import TokenOptions
+
+    options = TokenOptions(
+        is_on=True,
+        per_endpoint=scenario.kv_tokens // scenario.pods,
+        reserve=scenario.reserve,
+        # The simulated bodies are shorter than their prompts.
+        assumed_prompt=scenario.batch.context,
+        assumed_factor=scenario.token_factor,
+    )
+    return {TokenOptions: options}
+
+
 class _MeterOnlyJournal(Journal):
     """Journal that only measures the utilization. Metrics and log of a simulated dispatcher have no reader,
     and take a tenth of the time."""
@@ -190,14 +208,23 @@ class DispatcherPolicy(Policy):
             lease_s=lease_s,
             owner_timeout_s=min(OWNER_TIMEOUT_S, lease_s),
             default_path=sliced_requests.PATH,
-            of_features=sliced_requests.build_options(scenario.slice_tokens, revokes=scenario.revokes_slices),
+            of_features={
+                **sliced_requests.build_options(scenario.slice_tokens, revokes=scenario.revokes_slices),
+                **_build_token_options(scenario),
+            },
         )
         self._time = asyncio.get_running_loop().time
         clock = self._read_stepping_clock if scenario.clock_steps else self._time
         self._store = MemoryStore(clock, unix_origin=EPOCH, lease_s=lease_s)
         has_slices = scenario.slice_tokens is not None
         make_job = self._make_slice if has_slices else self._make_job
-        self._gateway = SimulatedGateway(transport, make_job, scenario.seconds, writes_text=has_slices)
+        self._gateway = SimulatedGateway(
+            transport,
+            make_job,
+            scenario.seconds,
+            writes_text=has_slices,
+            writes_usage=scenario.counts_tokens,
+        )
         self._token_rng = random.Random(f"{scenario.seed}/batch")
         self._submitted = 0
         self._replica_numbers = count(1)

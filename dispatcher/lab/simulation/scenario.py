@@ -81,6 +81,9 @@ class Scenario:
     """Time that the gateway takes to admit each batch request, one after the other."""
     queue_limit: int | None = None
     kv_tokens: int | None = None
+    counts_tokens: bool = False
+    token_factor: float = 1.0
+    """Factor by which the dispatcher estimates the tokens of batch requests wrong."""
     pods: int = 1
     pods_at: Sequence[tuple[float, int]] = ()
     outages: Sequence[tuple[float, float]] = ()

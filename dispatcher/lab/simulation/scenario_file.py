@@ -144,6 +144,11 @@ class ScenarioFile(Section):
         "generated. When it is full, the newest request is preempted and computed again. Default: it never "
         "fills.",
     )
+    counts_tokens: bool = Field(
+        False,
+        description="The dispatcher counts the tokens of batch requests, too, and sends them only if the KV "
+        "memory has room.",
+    )
     transit_s: float | None = Field(
         None,
         ge=0,
@@ -266,6 +271,8 @@ class ScenarioFile(Section):
     def _check_together(self) -> ScenarioFile:
         if self.revokes_slices and self.slice_tokens is None:
             raise setting_error("revokes_slices: only slices can be ended early; set slice_tokens, too")
+        if self.counts_tokens and self.kv_tokens is None:
+            raise setting_error("counts_tokens: set kv_tokens, the size of the memory")
         for key, value in (("slice_tokens", self.slice_tokens), ("kv_tokens", self.kv_tokens)):
             if value is not None and self.batch_seconds is not None:
                 raise setting_error(f"{key} needs requests with tokens: leave out batch_seconds")

@@ -221,8 +221,8 @@ class SimulatedGateway:
     """Gateway behind a simulated transport. Implements `ports.Gateway`; several dispatchers may share it.
 
     `make_job` turns a request into a job of the world. Deadlines after `ends_at`, when the simulation has
-    ended, are ignored. With `writes_text`, answers have the text of `sliced_requests`; otherwise nobody reads
-    them.
+    ended, are ignored. With `writes_text`, answers have the text of `sliced_requests`, and with
+    `writes_usage` they have their number of tokens; otherwise nobody reads them.
     """
 
     def __init__(
@@ -232,10 +232,12 @@ class SimulatedGateway:
         ends_at: float = inf,
         *,
         writes_text: bool = False,
+        writes_usage: bool = False,
     ) -> None:
         self.transport = transport
         self._make_job = make_job
         self._writes_text = writes_text
+        self._writes_usage = writes_usage
         self._ends_at = ends_at
         self._jobs: dict[str, Job] = {}
 
@@ -255,6 +257,8 @@ class SimulatedGateway:
             end = await ended
             if end is JobEnd.ANSWERED and self._writes_text:
                 outcome: Outcome = Delivered(200, sliced_requests.build_answer(request, job))
+            elif end is JobEnd.ANSWERED and self._writes_usage:
+                outcome = Delivered(200, b'{"usage":{"completion_tokens":%d}}' % job.tokens)
             else:
                 outcome = _make_outcome(end, request)
         finally:

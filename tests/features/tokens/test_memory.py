@@ -1,0 +1,183 @@
+"""The law of the KV memory: how many tokens more may be reserved."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dispatcher.features.tokens.memory import INITIAL_TOKENS_PER_S, KvMemory
+
+CAPACITY = 100_000.0
+
+
+def read(memory: KvMemory, used: float, at: float, window_s: float = 0.0, others: int = 0) -> None:
+    memory.apply_reading(used, CAPACITY, 0.05, (at - window_s, at), at, others)
+
+
+def test_room_is_the_free_memory_without_the_reserve_and_without_what_requests_may_grow_to() -> None:
+    memory = KvMemory()
+    assert memory.compute_room(0) == 0  # nothing is known
+    read(memory, 40_000, 1.0)
+    assert memory.compute_room(0) == pytest.approx(55_000)
+    memory.add_call("a", 6_000, 2_000, 2_000, 1.0)
+    assert memory.compute_room(0) == pytest.approx(47_000)
+    memory.remove_call("a", 2.0)
+    assert memory.compute_room(0) == pytest.approx(55_000)
+
+
+def test_own_tokens_in_the_reading_are_not_reserved_twice() -> None:
+    memory = KvMemory()
+    memory.add_call("a", 6_000, 3_000, 3_000, 0.0)
+    at = 2_000 / INITIAL_TOKENS_PER_S  # two thirds of the answer are generated
+    read(memory, 40_000 + 8_000, at)
+    assert memory.held == pytest.approx(8_000)
+    assert memory.compute_room(0) == pytest.approx(95_000 - 40_000 - 9_000)
+
+
+def test_least_that_was_held_in_the_window_counts() -> None:
+    memory = KvMemory()
+    memory.add_call("early", 10_000, 0, 0, 0.0)
+    memory.add_call("late", 20_000, 0, 0, 8.0)
+    # The reading may be from before the late request was sent. Then realtime requests had all but 10,000.
+    read(memory, 50_000, 10.0, window_s=5.0)
+    assert memory.held == 10_000
+    assert memory.compute_room(0) == pytest.approx(95_000 - 50_000 + 10_000 - 30_000)
+    read(memory, 50_000, 20.0, window_s=5.0)
+    assert memory.held == 30_000
+
+
+def test_request_that_ended_in_the_window_is_not_certain() -> None:
+    memory = KvMemory()
+    memory.add_call("a", 10_000, 0, 0, 0.0)
+    memory.remove_call("a", 8.0)
+    read(memory, 50_000, 10.0, window_s=5.0)
+    assert memory.held == 0
+    read(memory, 50_000, 10.0, window_s=1.0)
+    assert memory.held == 0
+    memory.add_call("b", 10_000, 0, 0, 10.5)
+    memory.remove_call("b", 30.0)
+    read(memory, 50_000, 20.0)  # a late reading of the time when it ran
+    assert memory.held == 10_000
+
+
+def test_window_before_all_that_is_known_proves_nothing() -> None:
+    memory = KvMemory()
+    for number in range(2_000):
+        memory.add_call(f"{number}", 10, 0, 0, float(number))
+    read(memory, 50_000, 1_900.0, window_s=1_000.0)
+    assert memory.held == 0
+
+
+def test_room_is_never_above_that_of_an_idle_pool() -> None:
+    memory = KvMemory()
+    memory.add_call("a", 50_000, 0, 0, 0.0)
+    read(memory, 1_000, 10.0)  # less than the request was estimated to hold
+    memory.remove_call("a", 11.0)
+    assert memory.compute_room(0) == pytest.approx(95_000)
+
+
+def test_request_that_generates_more_than_estimated_reserves_more() -> None:
+    memory = KvMemory()
+    memory.add_call("a", 1_000, 300, 3_000, 0.0)
+    memory.add_call("limited", 1_000, 300, 300, 0.0)
+    read(memory, 5_000, 600 / INITIAL_TOKENS_PER_S)
+    assert memory.reserved == pytest.approx(1_000 + 600 * 1.25 + 1_300)
+    read(memory, 5_000, 10**6)
+    assert memory.reserved == pytest.approx(1_000 + 3_000 + 1_300)
+    memory.remove_call("a", 10**6)
+    memory.remove_call("limited", 10**6)
+    assert memory.reserved == 0
+
+
+def test_speed_of_generation_is_learned() -> None:
+    memory = KvMemory()
+    memory.add_call("a", 0, 1_000, 1_000, 0.0)
+    for _ in range(500):
+        memory.record_output("a", 1_000, 10.0)
+    memory.record_output("unknown", 10**9, 10.0)
+    memory.record_output("a", 10**9, 0.0)
+    memory.record_output("a", 0, 10.0)
+    read(memory, 50_000, 5.0)
+    assert memory.held == pytest.approx(500, rel=0.01)  # 100 tokens/s for 5 s
+
+
+def test_requests_of_other_dispatchers_count_like_those_of_this_one() -> None:
+    memory = KvMemory()
+    memory.record_weight(8_000)
+    memory.add_call("a", 6_000, 2_000, 2_000, 0.0)
+    read(memory, 50_000, 0.0, others=3)
+    share = 6_000 / 8_000
+    assert memory.held == pytest.approx(3 * 8_000 * share)  # the own request may come after the reading
+    room = 95_000 - 50_000 + 3 * 8_000 * share - 8_000
+    assert memory.compute_room(3) == pytest.approx(room - 3 * 8_000)
+    assert memory.compute_room(4) == pytest.approx(room - 4 * 8_000)
+
+
+SECONDS = st.floats(0, 30)
+CALLS = st.lists(st.tuples(SECONDS, SECONDS, st.integers(0, 5_000), st.integers(0, 5_000)), max_size=12)
+
+
+@settings(max_examples=500)
+@given(CALLS, st.floats(0, 40), st.floats(0, 10), st.floats(0, CAPACITY))
+def test_room_is_at_most_what_was_free_plus_what_requests_certainly_held(
+    calls: list[tuple[float, float, int, int]], at: float, window_s: float, used: float
+) -> None:
+    memory = KvMemory()
+    changes = sorted(
+        [(start, 1, number) for number, (start, _, _, _) in enumerate(calls)]
+        + [(start + duration, -1, number) for number, (start, duration, _, _) in enumerate(calls)]
+    )
+    sums, total = [(-math.inf, 0)], 0
+    reading_at = max([at, *(when for when, _, _ in changes)])
+    for when, sign, number in sorted(changes, key=lambda each: (each[0], each[2], -each[1])):
+        _, _, prompt, output = calls[number]
+        if sign > 0:
+            memory.add_call(f"{number}", prompt, output, output, when)
+        else:
+            memory.remove_call(f"{number}", when)
+        total += sign * (prompt + output)
+        sums.append((when, total))
+    opened_at = at - window_s
+    memory.apply_reading(used, CAPACITY, 0.05, (opened_at, at), reading_at, 0)
+    before = [each for when, each in sums if when <= opened_at][-1]
+    least = min([before, *(each for when, each in sums if opened_at <= when <= at)])
+    assert memory.held <= least + 1e-6
+    limit = 0.95 * CAPACITY
+    assert memory.compute_room(0) <= min(limit, limit - used + least) + 1e-6
+    assert (memory.reserved, memory.call_count) == (0, 0)
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.booleans(), st.integers(0, 5), st.floats(0, 1), st.integers(0, 9_000), st.integers(0, 9_000)
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=300)
+@given(OPERATIONS)
+def test_nothing_stays_reserved_after_any_history(
+    operations: list[tuple[bool, int, float, int, int]],
+) -> None:
+    """Calls that are added twice or removed twice, and late reports, leave nothing behind."""
+    memory, now = KvMemory(), 0.0
+    present: dict[str, tuple[int, int]] = {}
+    for is_added, number, wait_s, prompt, output in operations:
+        now += wait_s
+        token = f"{number}"
+        if is_added:
+            memory.add_call(token, prompt, output, output, now)
+            present[token] = prompt, output
+        else:
+            memory.remove_call(token, now)
+            present.pop(token, None)
+            memory.record_output(token, output, now)
+        assert memory.reserved == pytest.approx(sum(map(sum, present.values())))
+        assert memory.call_count == len(present)
+    for token in present:
+        memory.remove_call(token, now)
+    assert memory.reserved == 0
