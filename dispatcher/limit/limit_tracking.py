@@ -20,6 +20,7 @@ from dispatcher.limit.budget import (
     MAX_PLAUSIBLE_REQUESTS,
     MAX_SERVER_METRICS_AGE_S,
     Budget,
+    KvUse,
     Policy,
     Reading,
     Reason,
@@ -69,6 +70,8 @@ class LimitTracker(Revisioned):
         self.ledger = LoadLedger(horizon_s=_compute_horizon_s(policy.max_age_s))
         self.losses = LeaseLosses()
         self.capacity_estimate = CapacityEstimate()
+        self.kv_use: KvUse | None = None
+        """Use of the KV memory by the newest applied reading."""
         self._transit_time = TransitTime()
         self._capacity_bound: float | None = None
         self._shared_limit = SharedLimit()
@@ -333,6 +336,8 @@ class LimitTracker(Revisioned):
         track.previous_limit = limit - max(0, lost_before - lost_before_limit)
         track.lost_before = max(track.lost_before, lost_before)
         track.reading = reading
+        if reading.closed_at >= self._applied_at:
+            self.kv_use = reading.kv_use
         track.capacity_bound = self._capacity_bound
         track.batch_load = self._bound_batch_load(reading, is_gateway_reachable)
         if reading.is_request_count and self.ledger.own_units:

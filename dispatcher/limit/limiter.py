@@ -278,12 +278,8 @@ class Limiter:
 
     @property
     def kv_use(self) -> KvUse | None:
-        """Use of the KV memory by the newest reading. `None` if the newest readings do not show it."""
-        newest = None
-        for reading in self._tracker.newest_readings:
-            if reading.kv_use is not None and (newest is None or reading.kv_use.closed_at > newest.closed_at):
-                newest = reading.kv_use
-        return newest
+        """Use of the KV memory by the newest applied reading. `None` if that does not show it."""
+        return self._tracker.kv_use
 
     @property
     def budgets(self) -> list[Budget]:

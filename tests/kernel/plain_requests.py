@@ -15,7 +15,7 @@ from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel import Dispatcher, Journal
 from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
-from dispatcher.limit.budget import Policy, Reading, Signal
+from dispatcher.limit.budget import KvUse, Policy, Reading, Signal
 from dispatcher.limit.limiter import Limiter
 from dispatcher.queue.contract import ClaimResult, EndAndClaimResult, Settlement, SettleStatus
 from dispatcher.requests.outcomes.outcome import Delivered
@@ -111,15 +111,20 @@ def run_plain_requests(
     start_s: float = 0.0,
     on_claimed: Callable[[], None] = ignore,
     on_settle: Callable[[], None] = ignore,
+    kv_use: KvUse | None = None,
+    **sections: Any,
 ) -> None:
-    """Submit requests to a dispatcher that has run for `start_s`. Return when all have their results."""
+    """Submit requests to a dispatcher that has run for `start_s`. Return when all have their results.
+
+    `kv_use` is shown by the reading of the pool. `sections` are settings that are not the defaults.
+    """
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
         store = MemoryStore(clock=loop.time, unix_origin=float(EPOCH))
-        settings = default_settings()
+        settings = default_settings(**sections)
         limiter = Limiter(Policy(max_sys=LIMIT, reserve=0.0, max_age_s=1e6), [Signal.REQUESTS])
-        limiter.add_reading(Reading(Signal.REQUESTS, 1.0, 1.0, 0.0, 0.0, LIMIT), 1.0)
+        limiter.add_reading(Reading(Signal.REQUESTS, 1.0, 1.0, 0.0, 0.0, LIMIT, kv_use=kv_use), 1.0)
         queue = ObservedQueue(store, "a")
         queue.on_claimed, queue.on_settle = on_claimed, on_settle
         dispatcher = Dispatcher(

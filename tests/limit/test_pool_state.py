@@ -168,15 +168,17 @@ def test_probe_is_due_at_the_time_that_was_named() -> None:
 def test_newest_use_of_the_kv_memory_counts() -> None:
     limiter = Limiter(Policy(max_sys=10), [Signal.SATURATION, Signal.REQUESTS])
     older, newer = KvUse(0.4, None, 1, 0.0, 1.0), KvUse(0.5, None, 1, 1.0, 2.0)
-    for signal, use in ((Signal.SATURATION, newer), (Signal.REQUESTS, older)):
-        limiter.add_reading(Reading(signal, 2.0, 2.0, 0.0, 0.0, 10, kv_use=use), 2.0)
-    seen = [limiter.kv_use]  # not applied yet
-    limiter.get_allowance(4.0)
-    seen.append(limiter.kv_use)
-    limiter.add_reading(Reading(Signal.SATURATION, 5.0, 5.0, 0.0, 0.0, 10), 5.0)
-    limiter.get_allowance(7.0)
-    seen.append(limiter.kv_use)
-    assert seen == [None, newer, older]
+    seen = [limiter.kv_use]
+    for signal, use, at in (
+        (Signal.SATURATION, newer, 2.0),
+        (Signal.REQUESTS, older, 1.0),
+        (Signal.SATURATION, None, 5.0),
+        (Signal.REQUESTS, newer, 5.0),
+    ):
+        limiter.add_reading(Reading(signal, at, at, 0.0, 0.0, 10, kv_use=use), 5.0)
+        limiter.get_allowance(7.0)
+        seen.append(limiter.kv_use)
+    assert seen == [None, newer, newer, None, newer]
 
 
 def test_units_of_other_replicas_in_a_window_are_bounded_by_the_counts_around_it() -> None:

@@ -74,7 +74,7 @@ def build_status(budget: TokenBudget, now: float, counts: QueueCounts | None) ->
     memory = budget.memory
     errors = [*budget.estimator.list_errors().items()][-MAX_TABLE_ROWS:]
     estimates = tuple(TokenEstimateStatus(model, round(error, 3)) for model, error in errors)
-    if not budget.apply_reading(now):
+    if not budget.apply_reading():
         return FeatureStatus(TokensStatus(token_estimates=estimates))
     section = TokensStatus(
         kv_capacity_tokens=round(memory.capacity),

@@ -51,6 +51,8 @@ class TokenBudget(LeasePart):
         """Estimated tokens of the requests in flight, by the token of their lease."""
         self._kv_use: KvUse | None = None
         """Newest reading that was applied. `None` if tokens are not counted."""
+        self._seen_use: KvUse | None = None
+        """Newest reading that was looked at."""
         self._is_missing = False
         """True if the newest readings do not show the KV memory any more."""
         self._next_try_at = 0.0
@@ -59,6 +61,7 @@ class TokenBudget(LeasePart):
 
     def reconfigure(self) -> None:
         self._options = self._context.options.of(TokenOptions)
+        self._seen_use = None
         if not self._options.is_on:
             self._kv_use = self.needed = None
 
@@ -83,8 +86,9 @@ class TokenBudget(LeasePart):
 
     def plan_claim(self, max_count: int) -> int:
         """Return how many of `max_count` requests may be claimed."""
-        now = loop_time()
-        if not self.apply_reading(now) or max_count < 1:
+        if self._limiter.kv_use is not self._seen_use:
+            self.apply_reading()
+        if self._kv_use is None or max_count < 1:
             return max_count
         if self.is_reading_lost:
             return 0
@@ -94,6 +98,7 @@ class TokenBudget(LeasePart):
             self.needed = None
             # Before the first request was weighed, it shows what the others are like.
             return min(max_count, max(1, int(room // usual)) if usual else 1)
+        now = loop_time()
         if room <= 0 or now < self._next_try_at:
             return 0
         self._next_try_at = now + RETRY_S
@@ -113,26 +118,26 @@ class TokenBudget(LeasePart):
         use = self._kv_use
         return use is not None and self._is_missing and loop_time() - use.closed_at > MAX_AGE_S
 
-    def apply_reading(self, now: float) -> bool:
-        """Apply the newest reading, if it is new. Return False if tokens are not counted."""
-        if not self._options.is_on:
+    def apply_reading(self) -> bool:
+        """Apply the newest reading. Return False if tokens are not counted."""
+        use = self._seen_use = self._limiter.kv_use
+        if not self._options.is_on or use is None is self._kv_use:
             return False
-        use = self._limiter.kv_use
-        if use is self._kv_use:
-            self._is_missing = False
-            return use is not None
         capacity = 0.0 if use is None else self._get_capacity(use)
         if use is None or not (0.0 <= use.share < float("inf") and 0.0 < capacity < float("inf")):
             self._is_missing = True
             return self._kv_use is not None
-        self._kv_use, self._is_missing = use, False
+        self._is_missing = False
+        if use is self._kv_use:
+            return True
+        self._kv_use = use
         window = use.opened_at, use.closed_at
         self.memory.apply_reading(
             use.share * capacity,
             capacity,
             self._options.reserve,
             window,
-            now,
+            loop_time(),
             self._limiter.bound_other_owners(*window)[0],
         )
         return True
@@ -150,9 +155,11 @@ class TokenBudget(LeasePart):
 
     def apply(self, requests: list[ClaimedRequest]) -> list[ClaimedRequest]:
         """Return the requests for whose tokens there is room."""
-        now = loop_time()
-        if not self.apply_reading(now):
+        if self._limiter.kv_use is not self._seen_use:
+            self.apply_reading()
+        if self._kv_use is None:
             return requests
+        now = loop_time()
         # Before the room, which depends on the mean of the requests if other dispatchers have some.
         calls = [self._estimate(claimed) for claimed in requests]
         for call in calls:
