@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from dispatcher import USER_AGENT
 from dispatcher.common.network_errors import describe_error
+from dispatcher.gateway.body_priority import set_priority
 from dispatcher.gateway.buffers import AnswerBuffer, AnswerBufferPool
 from dispatcher.gateway.contract import AttemptResult
 from dispatcher.gateway.exchange import send_and_read
@@ -115,6 +116,7 @@ class _Plan:
         self.timeout_s = options.timeout_s
         self.max_response_bytes = options.max_response_bytes
         self.inference_ttl_s = options.inference_ttl_s
+        self.body_priority = options.body_priority
         self.route = Route(
             options, user_agent=USER_AGENT, subset_header=subset_header, reserved_headers=reserved_headers
         )
@@ -208,7 +210,10 @@ class HttpGateway:
         progress.received = request.received
         if request.affinity is not None:
             progress.token_header = request.affinity.token_header
-        prepared = PreparedRequest(url, headers, request.payload)
+        payload = request.payload
+        if plan.body_priority is not None:
+            payload = set_priority(payload, plan.body_priority)
+        prepared = PreparedRequest(url, headers, payload)
         transport.running_count += 1
         is_kept = False
         try:

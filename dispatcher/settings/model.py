@@ -77,8 +77,16 @@ class GatewaySettings(Section):
     objective: HeaderValue = Field(
         "",
         description="InferenceObjective that is sent with every request. It is the only way to set a "
-        "priority, so name one with a negative priority. If empty, none is sent, and batch requests compete "
-        "with all requests of priority 0.",
+        "priority in the endpoint picker, so name one with a negative priority. If empty, none is sent, and "
+        "batch requests compete with all requests of priority 0.",
+    )
+    body_priority: int | None = Field(
+        None,
+        ge=-100_000,
+        le=100_000,
+        description="Priority of batch requests in the model servers (docs/how-to/install.md): the field "
+        "`priority` of each JSON object that is sent as a body. For vLLM, a positive number lets realtime "
+        "requests go first. If null, bodies are sent as they are.",
     )
     fairness_from: Text = Field(
         "userid",

@@ -104,6 +104,7 @@ def test_every_setting_of_the_program_is_a_value_of_the_same_type() -> None:
             "allowed_paths": ["/v1/*", "/v2/completions"],
             "allowed_headers": ["x-*"],
             "objective": "batch",
+            "body_priority": 100,
             "fairness_from": "tenant",
             "headers": {"Host": "models", "X-Odd": "yes", "X-Number": "1e3"},
             "timeout_s": 12.5,

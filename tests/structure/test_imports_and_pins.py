@@ -47,6 +47,7 @@ ALLOWED_PACKAGES = {
     # This module configures the session of prometheus_api_client: timeouts, TLS, sizes.
     "dispatcher.signals.prometheus.session": {"prometheus_api_client", "requests", "urllib3", "msgspec"},
     "dispatcher.gateway": {"aiohttp"},
+    "dispatcher.gateway.body_priority": {"msgspec"},
     "dispatcher.kernel": set(),
     "dispatcher.check": set(),
     "dispatcher.service": {"msgspec"},
