@@ -11,7 +11,7 @@ from dispatcher.gateway.contract import AttemptResult
 from dispatcher.kernel.claimed_request import ClaimedRequest
 from dispatcher.kernel.completions import Completion
 from dispatcher.kernel.context import KernelContext
-from dispatcher.kernel.hooks import Hooks, LeasePart
+from dispatcher.kernel.hooks import Hooks, LeasePart, join_hooks
 from dispatcher.kernel.in_flight import InFlightLease
 from dispatcher.kernel.parsed_requests import ParsedRequest, ParsedRequestCache
 from dispatcher.lab.memory_queue.entries import Entry
@@ -139,6 +139,29 @@ def test_freed_requests_are_not_claimed_while_the_gate_is_closed() -> None:
         assert scene.gateway.sent == REQUESTS
 
     FreeingScene.run(check, SlowGateway())
+
+
+def test_freed_requests_are_claimed_alone_if_a_feature_has_room_for_fewer() -> None:
+    class RoomForSix:
+        problem = ""
+
+        def plan_claim(self, max_count: int) -> int:
+            return min(max_count, 6)
+
+    class Narrow(FreeingScene):
+        @staticmethod
+        def build_hooks(context: KernelContext) -> Hooks:
+            return join_hooks([build_freeing_hooks(context), Hooks(rooms=(RoomForSix(),))])
+
+    async def check(scene: Narrow) -> None:
+        calls = CallRecorder(scene)
+        await scene.submit(*REQUESTS)
+        await asyncio.sleep(1)
+        assert scene.gateway.sent == REQUESTS
+        # The nine requests that the first flushes settle free as many, which are claimed by six.
+        assert all(count <= 6 for count in calls.leases_per_settle)
+
+    Narrow.run(check, SlowGateway())
 
 
 def test_cached_request_is_returned_once_and_only_for_the_same_member() -> None:

@@ -79,7 +79,7 @@ def build_status(budget: TokenBudget, now: float, counts: QueueCounts | None) ->
     section = TokensStatus(
         kv_capacity_tokens=round(memory.capacity),
         kv_used_tokens=round(memory.used),
-        kv_batch_tokens=round(memory.held),
+        kv_batch_tokens=round(min(memory.held, memory.used)),
         kv_reserved_tokens=round(memory.reserved),
         kv_room_tokens=round(budget.compute_room()),
         kv_needed_tokens=None if budget.needed is None else round(budget.needed),

@@ -1,0 +1,146 @@
+"""A feature bounds how many requests are claimed, and learns the tokens that answers report."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from dispatcher.gateway.contract import AttemptResult
+from dispatcher.kernel import Dispatcher, Journal, Options
+from dispatcher.kernel.claimed_request import ClaimedRequest
+from dispatcher.kernel.hooks import Hooks, LeasePart
+from dispatcher.kernel.in_flight import InFlightLease
+from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
+from dispatcher.limit.budget import Reason
+from dispatcher.requests.outcomes.outcome import Delivered, Outcome, RetryPolicy, Unreachable
+from dispatcher.requests.request import Request
+from dispatcher.telemetry.metrics import Metrics
+from tests.kernel.scene import AnsweringGateway, QueueWithUnreadableMarkers, open_limiter
+from tests.memory_queue import MemoryStore
+from tests.queue.factories import member
+
+USAGE = b'{"usage":{"prompt_tokens":12,"completion_tokens":3}}'
+
+
+class Hall(LeasePart):
+    """Feature with room for some requests."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.problem = ""
+        self.planned: list[int] = []
+        self.leases: set[str] = set()
+        self.tokens: list[tuple[int, int]] = []
+
+    def plan_claim(self, max_count: int) -> int:
+        self.planned.append(max_count)
+        return min(max_count, self.room - len(self.leases))
+
+    def look_up(self, requests: list[ClaimedRequest]) -> None: ...
+
+    def apply(self, requests: list[ClaimedRequest]) -> list[ClaimedRequest]:
+        self.leases |= {claimed.entry.lease.token for claimed in requests}
+        return requests
+
+    def record_tokens(self, entry: InFlightLease, tokens_in: int, tokens_out: int) -> None:
+        assert entry.lease.token in self.leases
+        self.tokens.append((tokens_in, tokens_out))
+
+    def forget_lease(self, token: str) -> None:
+        self.leases.remove(token)
+
+
+class FixedGateway(AnsweringGateway):
+    """Gateway whose outcomes are all the same."""
+
+    answer_after_s = 1.0
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__()
+        self.outcome = outcome
+        self.most_at_once = self.running = 0
+
+    async def forward(
+        self, request: Request, *, token: str, deadline: float, may_send: object
+    ) -> AttemptResult:
+        self.running += 1
+        self.most_at_once = max(self.most_at_once, self.running)
+        result = await super().forward(request, token=token, deadline=deadline, may_send=may_send)
+        self.running -= 1
+        return result.copy_with(outcome=self.outcome)
+
+
+def run_with_room(
+    hall: Hall,
+    outcome: Outcome,
+    check: Callable[[Dispatcher], Awaitable[None]],
+) -> FixedGateway:
+    """Run ten requests, and `check` beside them."""
+    gateway = FixedGateway(outcome)
+
+    async def main() -> None:
+        store = MemoryStore(clock=asyncio.get_running_loop().time)
+        dispatcher = Dispatcher(
+            QueueWithUnreadableMarkers(store, "a"),
+            gateway,
+            open_limiter(),
+            Options(RetryPolicy()),
+            Journal(Metrics()),
+            build_hooks=lambda _context: Hooks(stages=(hall,), lease_parts=(hall,), rooms=(hall,)),
+        )
+        for number in range(10):
+            store.add_member(member(f"r-{number}"), float(number))
+        task = asyncio.create_task(dispatcher.run())
+        await check(dispatcher)
+        dispatcher.drain(5.0)
+        await task
+
+    run_in_virtual_time(main(), start=2.0)
+    assert hall.leases == set()
+    return gateway
+
+
+async def wait_for_all(_dispatcher: Dispatcher) -> None:
+    await asyncio.sleep(20)
+
+
+def test_no_more_requests_are_claimed_than_a_feature_has_room_for() -> None:
+    hall = Hall(3)
+    gateway = run_with_room(hall, Delivered(200, USAGE), wait_for_all)
+    assert gateway.sent == [f"r-{number}" for number in range(10)]
+    assert gateway.most_at_once == 3
+    assert hall.planned[0] == 9  # the limit of `open_limiter`
+
+
+def test_reason_of_a_feature_without_room_is_shown() -> None:
+    hall = Hall(0)
+    hall.problem = "the hall is full"
+
+    async def check(dispatcher: Dispatcher) -> None:
+        await asyncio.sleep(0.5)
+        allowance = dispatcher.get_allowance()
+        assert (allowance.reason, allowance.detail) == (Reason.OPEN, "the hall is full")
+
+    assert run_with_room(hall, Delivered(200, USAGE), check).sent == []
+
+
+@pytest.mark.parametrize(
+    ("outcome", "tokens"),
+    [
+        (Delivered(200, USAGE), (12, 3)),
+        (Delivered(200, b"{}"), (0, 0)),
+        (Delivered(200, b"no JSON"), (0, 0)),
+        (Delivered(400, USAGE), None),
+        (Unreachable("no connection"), None),
+    ],
+)
+def test_tokens_of_each_answer_are_recorded_once(outcome: Outcome, tokens: tuple[int, int] | None) -> None:
+    hall = Hall(10)
+
+    async def check(_dispatcher: Dispatcher) -> None:
+        await asyncio.sleep(1.5)
+
+    run_with_room(hall, outcome, check)
+    assert hall.tokens[:9] == ([] if tokens is None else [tokens] * 9)
