@@ -10,6 +10,9 @@ from collections.abc import Iterable
 
 import msgspec
 
+MAX_FIELDS = 10_000
+"""Largest number of fields of an object that is understood. Hundreds of thousands of them, which a body of
+some megabytes can have, would stop the event loop for seconds."""
 MAX_DEPTH = 16
 """Largest nesting of objects and lists that are made canonical. Each level is parsed once more."""
 
@@ -42,6 +45,8 @@ def parse_fields(text: bytes) -> dict[str, msgspec.Raw]:
     object only if no field is given twice.
     """
     values_by_name = _object(text)
+    if len(values_by_name) > MAX_FIELDS:
+        raise NotUnderstoodError(f"more than {MAX_FIELDS:,} fields")
     at = 0
     for value in values_by_name.values():
         key_match = _NAME.match(text, at)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from dispatcher.requests.json_fields import (
     MAX_DEPTH,
+    MAX_FIELDS,
     NotUnderstoodError,
     check_utf8,
     find_value,
@@ -57,6 +58,16 @@ def test_values_of_fields_keep_their_bytes() -> None:
 def test_field_that_is_given_twice_or_has_an_escaped_name_is_not_understood(text: bytes) -> None:
     with pytest.raises(NotUnderstoodError, match="given twice"):
         parse_fields(text)
+
+
+@pytest.mark.parametrize(("count", "is_understood"), [(MAX_FIELDS, True), (MAX_FIELDS + 1, False)])
+def test_object_with_very_many_fields_is_not_understood(count: int, is_understood: bool) -> None:
+    text = b"{%b}" % b",".join(b'"%d":1' % number for number in range(count))
+    if is_understood:
+        assert len(parse_fields(text)) == count
+    else:
+        with pytest.raises(NotUnderstoodError, match="more than 10,000 fields"):
+            parse_fields(text)
 
 
 def test_last_of_two_fields_counts_where_that_is_asked_for() -> None:
