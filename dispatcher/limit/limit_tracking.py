@@ -94,7 +94,12 @@ class LimitTracker(Revisioned):
             return False
         # A sample cannot be newer than its arrival: the clocks of the source and of this process differ.
         if reading.closed_at > now:
-            reading = replace(reading, opened_at=min(reading.opened_at, now), closed_at=now)
+            reading = replace(
+                reading,
+                opened_at=min(reading.opened_at, now),
+                closed_at=now,
+                kv_use=_limit_kv_window(reading.kv_use, now),
+            )
         if reading.max_age_s is not None:
             self.ledger.horizon_s = max(self.ledger.horizon_s, _compute_horizon_s(reading.max_age_s))
         self._transit_time.update_delta()
@@ -466,6 +471,13 @@ def _has_plausible_counts(reading: Reading) -> bool:
     if reading.running is not None:
         counts += [reading.running, reading.waiting]
     return bool(counts) and all(0 <= each <= MAX_PLAUSIBLE_REQUESTS for each in counts)
+
+
+def _limit_kv_window(kv_use: KvUse | None, now: float) -> KvUse | None:
+    """Return the use with a window that does not reach beyond `now`."""
+    if kv_use is None:
+        return None
+    return replace(kv_use, opened_at=min(kv_use.opened_at, now), closed_at=min(kv_use.closed_at, now))
 
 
 def _compute_horizon_s(oldest_s: float) -> float:

@@ -58,13 +58,17 @@ a LoRA adapter."""
 _GRAMMAR = "sglang:num_grammar_queue_reqs"
 """Requests that SGLang counts neither as running nor as waiting, because their grammar is not ready."""
 _CACHE_CONFIG, _CACHE_TOKENS = "vllm:cache_config_info", "kv_cache_size_tokens"
-"""Series of newer versions of vLLM, and its label with the tokens that the KV cache of an engine holds. The
-product of the labels `num_gpu_blocks` and `block_size` is not used, because it is wrong for hybrid models."""
-_MAX_TOKENS = "sglang:max_total_num_tokens"
-"""Tokens that the KV cache of SGLang holds."""
+"""Series of vLLM with a sample for each engine, and its label with the size of the KV cache in tokens. Only
+the newest versions have this label. Other labels show the number of blocks and their size, but their product
+is wrong for hybrid models, so it is not used."""
+_SGLANG_TOKENS = "sglang:max_total_num_tokens"
+"""Size of the KV cache in tokens."""
 _SELECTION = SeriesSelection(
     frozenset(name for kind in ModelServerKind for names in kind.value for name in names)
-    | {_SWAPPED, _WAITING_BY_REASON, _GRAMMAR, _CACHE_CONFIG, _MAX_TOKENS}
+    | {_SWAPPED, _WAITING_BY_REASON, _GRAMMAR},
+    # An error in these must not hide the load.
+    optional_names=frozenset({_CACHE_CONFIG, _SGLANG_TOKENS}),
+    max_optional=1000,
 )
 _RANKS = ("tp_rank", "pp_rank")
 """Labels of the processes that serve the same requests together. SGLang may show each of them; only the
@@ -80,8 +84,10 @@ class _ServerPage:
     deferred: float
     """Part of `waiting` that would also wait in an empty server."""
     kv_cache: float | None
+    """Share of the KV cache in use, that of the fullest engine."""
     kv_tokens: float | None
-    """Tokens that the KV cache holds. `None` if the page does not show a usable number."""
+    """KV cache of all engines in tokens. `None` if the page does not show a usable number for each of them.
+    """
     limit: float | None
     """Requests that the server runs at once. `None` if its page does not show a usable number."""
 
@@ -146,12 +152,12 @@ def _parse_page(
         return _ServerPage(
             opened_at,
             closed_at,
-            sum_or_nan(running),
-            queued,
-            deferred,
-            used,
-            _sum_limits(_find_cache_tokens(page.samples)),
-            _sum_limits(limits),
+            running=sum_or_nan(running),
+            waiting=queued,
+            deferred=deferred,
+            kv_cache=used,
+            kv_tokens=_sum_kv_tokens(page, engine_count=len(running)),
+            limit=_sum_sizes(limits),
         )
     return make_unread(
         target,
@@ -177,15 +183,6 @@ def _find_gauge_values(samples: Sequence[Sample], names: Sequence[str]) -> list[
     return []
 
 
-def _find_cache_tokens(samples: Sequence[Sample]) -> list[float]:
-    """Return the tokens that the KV cache of each engine holds. Empty if the page does not show it."""
-    labels = [each.labels.get(_CACHE_TOKENS, "") for each in samples if each.name == _CACHE_CONFIG]
-    try:
-        return [float(each) for each in labels] or _find_gauge_values(samples, (_MAX_TOKENS,))
-    except ValueError:
-        return []
-
-
 def _count_deferred(samples: Sequence[Sample], waiting: float) -> float:
     """Return the number of waiting requests that do not wait for the server's capacity.
 
@@ -200,14 +197,31 @@ def _count_deferred(samples: Sequence[Sample], waiting: float) -> float:
     return min(deferred, max(0.0, waiting - capacity))
 
 
-def _sum_limits(limits: Sequence[float]) -> float | None:
-    """Return the sum of the limits of a server's engines.
+def _sum_sizes(sizes: Sequence[float]) -> float | None:
+    """Return the sum of the limits, or of the KV caches, of engines or servers.
 
-    `None` if no limit is shown, or one of them is no positive number.
+    `None` if there is none, or if one of them or the sum is no positive finite number.
     """
-    if not limits or not all(math.isfinite(limit) and limit > 0 for limit in limits):
-        return None
-    return sum_or_nan(limits)
+    total = sum_or_nan(sizes)
+    return total if math.isfinite(total) and min(sizes, default=0.0) > 0 else None
+
+
+def _sum_kv_tokens(page: PageParser, engine_count: int) -> float | None:
+    """Return the tokens in the KV caches of all engines of a server. `None` if the page does not show one
+    usable number for each engine."""
+    samples = page.optional_samples
+    tokens = [_parse_number(each.labels.get(_CACHE_TOKENS)) for each in samples if each.name == _CACHE_CONFIG]
+    tokens += _find_gauge_values(samples, (_SGLANG_TOKENS,))
+    # After a malformed line, samples of other engines are missing.
+    return _sum_sizes(tokens) if len(tokens) == engine_count else None
+
+
+def _parse_number(text: str | None) -> float:
+    """Return the number in a label, or NaN if there is none."""
+    try:
+        return float(text or "")
+    except ValueError:
+        return math.nan
 
 
 def _compute_deviation(values: Sequence[float]) -> float:
@@ -215,16 +229,12 @@ def _compute_deviation(values: Sequence[float]) -> float:
     return statistics.pstdev(values) if all(map(math.isfinite, values)) else math.nan
 
 
-def _compute_kv_share(pages: Sequence[_ServerPage]) -> float | None:
-    """Return the share of the KV memory that is in use: of all tokens if each server shows how many it holds,
-    and otherwise the mean of the servers. `None` if no server shows it."""
-    used = [(each.kv_cache, each.kv_tokens) for each in pages if each.kv_cache is not None]
-    if not used:
-        return None
-    weights = [tokens or 0.0 for _, tokens in used]
-    if not all(weights):
-        weights = [1.0] * len(used)
-    return sum_or_nan(share * weight for (share, _), weight in zip(used, weights, strict=True)) / sum(weights)
+def _compute_mean_use(shares: Sequence[float], sizes: Sequence[float], total: float | None) -> float:
+    """Return the mean share of the KV cache in use, weighted by the size of each server's cache. It is the
+    plain mean if the total size is not known."""
+    if total is None:
+        return sum_or_nan(shares) / len(shares)
+    return sum_or_nan(share * (size / total) for share, size in zip(shares, sizes, strict=True))
 
 
 def _merge_pages(pages: Sequence[_ServerPage]) -> PoolView:
@@ -243,9 +253,7 @@ def _merge_pages(pages: Sequence[_ServerPage]) -> PoolView:
     if limit is not None:
         raw["limit"] = limit
     sizes = [each.kv_tokens for each in pages if each.kv_tokens is not None]
-    kv_tokens = sum_or_nan(sizes) if len(sizes) == count else None
-    if kv_tokens is not None:
-        raw["kv_tokens"] = kv_tokens
+    kv_tokens = _sum_sizes(sizes) if len(sizes) == count else None
     # Means per server, because a view has the same form for the picker, whose averages are means.
     return PoolView(
         min(each.opened_at for each in pages),
@@ -253,7 +261,7 @@ def _merge_pages(pages: Sequence[_ServerPage]) -> PoolView:
         running=running / count,
         waiting=waiting / count,
         deferred=deferred / count,
-        kv_cache=_compute_kv_share(pages),
+        kv_cache=_compute_mean_use(used, sizes, kv_tokens) if len(used) == count else None,
         kv_tokens=kv_tokens,
         server_queued=waiting - deferred,
         running_deviation=_compute_deviation([each.running for each in pages]),

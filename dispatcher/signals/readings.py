@@ -68,8 +68,8 @@ class PickerFacts:
             self.count.learn_from_sample(known, max(each.closed_at for each in views), can_prove=whole)
         else:
             self.count.mark_not_a_count()
-        self.kv_use = _measure_kv_use(views, self.kv_use, self._polled_at)
-        self._polled_at = min(each.opened_at for each in views)
+        self.kv_use = _measure_kv_use(views, endpoints, self.kv_use, self._polled_at)
+        self._polled_at = min([each.opened_at for each in views])
         sent = _list_sent(views)
         averages = [each.requests_at_flush for each in views if each.requests_at_flush is not None]
         if sent:
@@ -195,20 +195,30 @@ def _count_picker_endpoints(
     return ready[0] if ready else endpoints
 
 
-def _measure_kv_use(views: Sequence[PoolView], previous: KvUse | None, previous_at: float) -> KvUse | None:
-    """Return the use of the KV memory. `None` if the pages do not show it. `previous` is that of the poll
+def _measure_kv_use(
+    views: Sequence[PoolView], endpoints: int | None, previous: KvUse | None, previous_at: float
+) -> KvUse | None:
+    """Return the use of the KV memory. `None` if a view does not show it. `previous` is that of the poll
     before, which started at `previous_at`.
 
     An average is of the time of a flush. If a picker shows another value than at the poll before, the flush
     was between the two. While it shows the same value, the older sample stands until the next flush is due.
+    Each picker's average is that of the whole pool, so the largest one counts, with the smallest capacity.
     """
+    # Each poll of a simulation calls this function, so it has no generators.
     shares = [each.kv_cache for each in views if each.kv_cache is not None]
-    if not shares:
+    if not shares or len(shares) < len(views):
         return None
     ready = [each.ready for each in views if each.ready is not None]
-    opened_at, closed_at = min(each.opened_at for each in views), max(each.closed_at for each in views)
+    sizes = [each.kv_tokens for each in views if each.kv_tokens is not None]
+    count = (min_or_nan(ready) if len(ready) > 1 else ready[0]) if ready else endpoints
+    opened_at, closed_at = min([each.opened_at for each in views]), max([each.closed_at for each in views])
     use = KvUse(
-        max_or_nan(shares), views[0].kv_tokens, min_or_nan(ready) if ready else None, opened_at, closed_at
+        max_or_nan(shares) if len(shares) > 1 else shares[0],
+        min(sizes) if len(sizes) == len(views) else None,
+        count if count is not None and math.isfinite(count) else None,
+        opened_at,
+        closed_at,
     )
     if all(each.has_current_averages for each in views):
         return use

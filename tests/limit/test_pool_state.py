@@ -181,6 +181,17 @@ def test_newest_use_of_the_kv_memory_counts() -> None:
     assert seen == [None, newer, newer, None, newer]
 
 
+@pytest.mark.parametrize(("late_s", "window"), [(1.0, (4.0, 10.0)), (3600.0, (10.0, 10.0))])
+def test_window_of_the_kv_memory_ends_when_the_sample_arrives_at_the_latest(
+    late_s: float, window: tuple[float, float]
+) -> None:
+    limiter, at = Limiter(Policy(max_sys=10), [Signal.REQUESTS]), 10.0 + late_s
+    use = KvUse(0.4, None, 1, min(4.0, at - 6) if late_s == 1.0 else at - 6, at)
+    limiter.add_reading(Reading(Signal.REQUESTS, at, at, 0.0, 0.0, 10, kv_use=use), 10.0)
+    limiter.get_allowance(12.0)
+    assert limiter.kv_use == KvUse(0.4, None, 1, *window)
+
+
 def test_units_of_other_replicas_in_a_window_are_bounded_by_the_counts_around_it() -> None:
     limiter = Limiter(Policy(max_sys=10), [Signal.REQUESTS])
     for at, units in ((1.0, 3), (2.0, 5), (3.0, 4)):

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from dispatcher.limit.budget import Policy, Reading, Reason, Signal
+from dispatcher.limit.budget import KvUse, Policy, Reading, Reason, Signal
+from dispatcher.limit.picker_inference import FLUSH_LATE_FACTOR, FLUSH_S
 from dispatcher.limit.poll import ReadFailure
 from dispatcher.signals.epp.series import SERIES_NAMES, Family, PoolView, build_view
 from dispatcher.signals.exposition import PageParser
@@ -52,6 +53,7 @@ def test_recorded_page_gives_its_expected_reading(name: str) -> None:
         assert (reading.f_sys, reading.f_epp) == pytest.approx(terms)
         assert reading.max_sys == 400
         assert (reading.opened_at, reading.closed_at) == (OPENED_AT, CLOSED_AT)
+        assert reading.kv_use == KvUse(0.42, None, 4, OPENED_AT - FLUSH_S * FLUSH_LATE_FACTOR, CLOSED_AT)
 
 
 def test_every_recorded_page_is_used() -> None:
@@ -901,3 +903,66 @@ def test_reading_says_among_how_many_endpoints_a_picker_chooses(
     readings = derive_readings([view], "saturation", Policy(max_sys=400), "epp", endpoints=5).readings
     assert [each.picker_endpoints for each in readings] == [endpoints] * len(readings)
     assert readings
+
+
+# Use of the KV memory.
+
+
+def derive_kv_use(*views: PoolView, endpoints: int | None = None) -> KvUse | None:
+    """Return the use of the KV memory, which is the same in the readings of all signals."""
+    readings = derive_readings(views, "both", Policy(max_sys=400), "epp", endpoints=endpoints).readings
+    assert len(readings) == 2
+    first, second = readings
+    assert first.kv_use is second.kv_use
+    return first.kv_use
+
+
+KV_PAGE = replace(PAGE, saturation=0.5, kv_cache=0.3)
+
+
+def test_largest_kv_use_and_fewest_endpoints_of_several_pickers_count() -> None:
+    """The averages of each picker are those of the whole pool, and each may be from its own last flush."""
+    newer = replace(KV_PAGE, opened_at=OPENED_AT + 1, closed_at=CLOSED_AT + 1, kv_cache=0.4, ready=5)
+    for views in ((KV_PAGE, newer), (newer, KV_PAGE)):
+        assert derive_kv_use(*views) == KvUse(0.4, None, 4, OPENED_AT - 6.0, CLOSED_AT + 1)
+
+
+def test_kv_use_is_unknown_unless_every_active_picker_shows_it() -> None:
+    without_average = replace(KV_PAGE, kv_cache=None)
+    assert derive_kv_use(without_average) is None
+    assert derive_kv_use(KV_PAGE, without_average) is None
+    standby = STANDBY["only build information"]
+    assert derive_kv_use(KV_PAGE, standby) == derive_kv_use(KV_PAGE)
+
+
+def test_kv_use_that_is_nan_stays_visible() -> None:
+    kv_use = derive_kv_use(KV_PAGE, replace(KV_PAGE, kv_cache=math.nan))
+    assert kv_use is not None
+    assert math.isnan(kv_use.share)
+
+
+@pytest.mark.parametrize(
+    ("ready", "in_kubernetes", "endpoints"),
+    [(4, 5, 4), (None, 5, 5), (None, None, None), (math.nan, 5, None), (math.inf, 5, None)],
+)
+def test_kv_use_has_the_ready_endpoints_of_the_page_or_else_of_kubernetes(
+    ready: float | None, in_kubernetes: int | None, endpoints: float | None
+) -> None:
+    view = replace(KV_PAGE, ready=ready)
+    readings = derive_readings(
+        [view], "saturation", Policy(max_sys=400), "epp", endpoints=in_kubernetes
+    ).readings
+    kv_uses = [each.kv_use for each in readings]
+    assert [each and each.endpoints for each in kv_uses] == [endpoints]
+
+
+def test_kv_use_on_a_page_of_current_values_is_of_the_time_of_the_sample() -> None:
+    view = replace(KV_PAGE, has_current_averages=True, kv_tokens=6e5)
+    assert derive_kv_use(view) == KvUse(0.3, 6e5, 4, OPENED_AT, CLOSED_AT)
+
+
+def test_smallest_size_of_the_kv_memory_counts_if_every_view_shows_one() -> None:
+    for sizes, expected in (((6e5, 5e5), 5e5), ((6e5, None), None), ((None, 5e5), None)):
+        kv_use = derive_kv_use(*(replace(KV_PAGE, kv_tokens=each) for each in sizes))
+        assert kv_use is not None
+        assert kv_use.capacity_tokens == expected

@@ -4,6 +4,7 @@ server."""
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from dispatcher.check.readings import check_sources
-from dispatcher.limit.budget import Policy, Reason, Signal
+from dispatcher.limit.budget import KvUse, Policy, Reason, Signal
 from dispatcher.limit.poll import ReadFailure
 from dispatcher.settings.load import parse_settings
 from dispatcher.settings.model import Settings
@@ -74,19 +75,21 @@ async def read_failure(*pages: str | int) -> ReadFailure:
 
 
 @pytest.mark.parametrize(
-    ("page", "running", "waiting", "kv_cache"),
+    ("page", "running", "waiting", "kv_cache", "kv_tokens"),
     [
-        ("vllm-0.11", 20, 2, 0.41),
-        ("vllm-0.6", 8, 4, 0.97),  # one request was swapped out, so it waits
-        ("sglang", 6, 1, 0.28),  # its two ranks run the same requests
-        ("tensorrt-llm", 4, 0, None),
+        ("vllm-newest", 20, 2, 0.41, 240_000),
+        ("vllm-0.11", 20, 2, 0.41, None),
+        ("vllm-0.6", 8, 4, 0.97, None),  # one request was swapped out, so it waits
+        ("sglang", 6, 1, 0.28, 80_000),  # its two ranks run the same requests
+        ("tensorrt-llm", 4, 0, None, None),
     ],
 )
 async def test_pages_of_each_kind_of_server_are_read(
-    page: str, running: float, waiting: float, kv_cache: float | None
+    page: str, running: float, waiting: float, kv_cache: float | None, kv_tokens: float | None
 ) -> None:
     view = await read_view((PAGES / f"{page}.txt").read_text())
-    assert (view.running, view.waiting, view.kv_cache, view.ready) == (running, waiting, kv_cache, 1)
+    assert (view.running, view.waiting, view.ready) == (running, waiting, 1)
+    assert (view.kv_cache, view.kv_tokens) == (kv_cache, kv_tokens)
 
 
 async def test_values_of_all_servers_are_summed() -> None:
@@ -252,6 +255,104 @@ async def test_check_reports_the_limit_of_the_servers() -> None:
     assert findings_of_limit == [("ok", "auto: 88, by the model servers' own pages")]
 
 
+# Use of the KV memory.
+
+VLLM_NEWEST = (PAGES / "vllm-newest.txt").read_text()
+CACHE_SIZE = 'kv_cache_size_tokens="120000"'
+
+
+def page_with_cache_size(label: str) -> str:
+    """Return a page of vLLM on which the second of two engines has this label for the size of its cache."""
+    before, size, after = VLLM_NEWEST.rpartition(CACHE_SIZE)
+    assert size
+    return f"{before}{label}{after}"
+
+
+def sglang_page_with_tokens(value: str) -> str:
+    page = SGLANG.replace("80000.0", value)
+    assert page != SGLANG
+    return page
+
+
+async def derive_kv_use(*pages: str) -> KvUse | None:
+    view = await read_view(*pages)
+    (reading,) = derive_readings([view], "auto", Policy(per_endpoint=32), "vllm").readings
+    if reading.kv_use is not None:
+        assert (reading.kv_use.opened_at, reading.kv_use.closed_at) == (view.opened_at, view.closed_at)
+    return reading.kv_use
+
+
+async def test_kv_use_is_weighted_by_the_sizes_of_the_caches_if_all_servers_show_them() -> None:
+    """The fullest engine of the first server uses 0.41 of its cache."""
+    kv_use = await derive_kv_use(VLLM_NEWEST, SGLANG)
+    assert kv_use is not None
+    assert (kv_use.capacity_tokens, kv_use.endpoints) == (320_000, 2)
+    assert kv_use.share == pytest.approx(0.75 * 0.41 + 0.25 * 0.28)
+
+
+async def test_kv_use_is_the_plain_mean_if_a_server_does_not_show_the_size_of_its_cache() -> None:
+    kv_use = await derive_kv_use(VLLM_NEWEST, SGLANG, VLLM)
+    assert kv_use is not None
+    assert (kv_use.capacity_tokens, kv_use.endpoints) == (None, 3)
+    assert kv_use.share == pytest.approx((0.41 + 0.28 + 0.41) / 3)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        *map(
+            page_with_cache_size,
+            (
+                'other=""',
+                'kv_cache_size_tokens=""',
+                'kv_cache_size_tokens="None"',
+                'kv_cache_size_tokens="NaN"',
+                'kv_cache_size_tokens="-5"',
+                'kv_cache_size_tokens="0"',
+                'kv_cache_size_tokens="1e400"',
+                "kv_cache_size_tokens=120000",
+            ),
+        ),
+        VLLM_NEWEST.replace(CACHE_SIZE, 'kv_cache_size_tokens="1e308"'),
+        # The size of one of two engines is missing, or is there twice.
+        "".join(line for line in VLLM_NEWEST.splitlines(keepends=True) if 'engine="1",gpu' not in line),
+        "".join(line * (1 + ('engine="1",gpu' in line)) for line in VLLM_NEWEST.splitlines(keepends=True)),
+        *map(sglang_page_with_tokens, ("NaN", "-5", "0", "1e400", "many")),
+    ],
+)
+async def test_size_of_a_cache_is_ignored_unless_each_engine_shows_a_positive_number(page: str) -> None:
+    """The other values of the page stay valid, whatever the series of the size contains."""
+    kv_use = await derive_kv_use(page)
+    assert kv_use is not None
+    assert kv_use.capacity_tokens is None
+    assert kv_use.share == (0.28 if "sglang" in page else 0.41)
+    both = await derive_kv_use(VLLM_NEWEST, page)
+    assert both is not None
+    assert both.capacity_tokens is None, "a sum without this server is too small"
+
+
+async def test_sizes_of_caches_whose_sum_is_not_finite_are_ignored() -> None:
+    large = sglang_page_with_tokens("1.2e308")
+    kv_use = await derive_kv_use(large, large)
+    assert kv_use is not None
+    assert (kv_use.capacity_tokens, kv_use.share) == (None, 0.28)
+
+
+async def test_kv_use_is_unknown_if_a_server_does_not_show_its_share() -> None:
+    without_share = "".join(
+        line for line in VLLM_NEWEST.splitlines(keepends=True) if "kv_cache_usage_perc" not in line
+    )
+    assert await derive_kv_use(without_share) is None
+    assert await derive_kv_use(VLLM_NEWEST, without_share) is None
+
+
+@pytest.mark.parametrize("other", [VLLM, SGLANG], ids=["plain mean", "weighted mean"])
+async def test_kv_use_of_a_server_that_is_nan_stays_visible(other: str) -> None:
+    kv_use = await derive_kv_use(VLLM_NEWEST.replace("} 0.35", "} NaN"), other)
+    assert kv_use is not None
+    assert math.isnan(kv_use.share)
+
+
 @pytest.mark.parametrize(
     ("page", "expected"),
     [
@@ -349,55 +450,3 @@ async def test_check_reports_the_values_of_the_servers_and_warns_about_the_unkno
         )
     ]
     assert not any(finding.level == "failed" for finding in findings)
-
-
-@pytest.mark.parametrize(
-    ("engines", "kv_tokens"),
-    [
-        ([], None),
-        (["480000"], 480_000),
-        (["480000", "20000"], 500_000),  # engines of one server
-        (["NaN"], None),
-        (["-5"], None),
-        (["0"], None),
-        (["1e400"], None),
-        (["many"], None),
-        ([""], None),
-        (["480000", ""], None),
-    ],
-)
-async def test_size_of_the_kv_memory_is_that_of_all_engines(
-    engines: list[str], kv_tokens: float | None
-) -> None:
-    lines = [
-        f'vllm:cache_config_info{{engine="{number}",kv_cache_size_tokens="{size}"}} 1.0\n'
-        for number, size in enumerate(engines)
-    ]
-    view = await read_view(vllm_page_without("cache_config_info") + "".join(lines))
-    assert view.kv_tokens == kv_tokens
-
-
-async def test_blocks_show_no_size_of_the_kv_memory() -> None:
-    """Their product is wrong for hybrid models."""
-    assert "num_gpu_blocks" in VLLM
-    assert (await read_view(VLLM)).kv_tokens is None
-
-
-async def test_size_and_use_of_the_kv_memory_are_those_of_all_servers() -> None:
-    sglang = (PAGES / "sglang.txt").read_text() + 'sglang:max_total_num_tokens{model_name="m"} 100000\n'
-    vllm = (
-        vllm_page_without("cache_config_info")
-        + 'vllm:cache_config_info{engine="0",kv_cache_size_tokens="300000"} 1.0\n'
-    )
-    view = await read_view(vllm, sglang)
-    assert view.kv_tokens == 400_000
-    assert view.kv_cache == pytest.approx(0.41 * 0.75 + 0.28 * 0.25)
-    # One server does not show its size: then neither does the pool, and the servers count the same.
-    view = await read_view(VLLM, sglang)
-    assert view.kv_tokens is None
-    assert view.kv_cache == pytest.approx((0.41 + 0.28) / 2)
-    verdict = derive_readings([await read_view(vllm)], "auto", Policy(per_endpoint=32), "vllm")
-    use = verdict.readings[0].kv_use
-    assert use is not None
-    assert (use.share, use.capacity_tokens, use.endpoints) == (0.41, 300_000, 1)
-    assert (use.opened_at, use.closed_at) == (verdict.readings[0].opened_at, verdict.readings[0].closed_at)

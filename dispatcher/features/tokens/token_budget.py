@@ -86,6 +86,8 @@ class TokenBudget(LeasePart):
 
     def plan_claim(self, max_count: int) -> int:
         """Return how many of `max_count` requests may be claimed."""
+        if not self._options.is_on:
+            return max_count
         if self._limiter.kv_use is not self._seen_use:
             self.apply_reading()
         if self._kv_use is None or max_count < 1:
@@ -155,8 +157,6 @@ class TokenBudget(LeasePart):
 
     def apply(self, requests: list[ClaimedRequest]) -> list[ClaimedRequest]:
         """Return the requests for whose tokens there is room."""
-        if self._limiter.kv_use is not self._seen_use:
-            self.apply_reading()
         if self._kv_use is None:
             return requests
         now = loop_time()

@@ -3,6 +3,7 @@ dispatchers do."""
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,6 +78,55 @@ class Owner:
     def end(self, number: int) -> None:
         token = self.running.pop(number % len(self.running))
         self.budget.forget_lease(token)
+
+
+def start(monkeypatch: pytest.MonkeyPatch, needs: list[int], used: float = 0.0) -> Owner:
+    """Return an owner that has claimed what it can."""
+    owner = Owner(monkeypatch, needs)
+    owner.show(used)
+    owner.claim_until_done()
+    return owner
+
+
+def test_claims_are_as_large_as_the_room_for_usual_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = start(monkeypatch, [300])
+    assert [owner.budget.plan_claim(count) for count in (0, 1, 2, 3, 16)] == [0, 1, 2, 2, 2]
+    owner.end(0)
+    assert [owner.budget.plan_claim(count) for count in (1, 2, 3, 16)] == [1, 2, 3, 3]
+
+
+def test_request_that_fits_exactly_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = start(monkeypatch, [475, 475, 1])
+    assert len(owner.running) == 2
+    owner.now += RETRY_S
+    assert owner.claim_until_done() == 0, "there is no room at all"
+
+
+def test_large_request_is_not_sent_alone_into_a_full_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert start(monkeypatch, [10], used=0.95).running == []
+    assert start(monkeypatch, [2_000], used=0.94).running == ["t-0"]
+
+
+def test_requests_smaller_than_usual_are_claimed_one_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = start(monkeypatch, [600, 10, 10, 10])
+    for count in (2, 3, 4):
+        assert len(owner.running) == count
+        assert owner.claim_until_done() == 0
+        owner.now += RETRY_S
+        owner.claim_until_done()
+
+
+@pytest.mark.parametrize(
+    ("share", "endpoints"), [(math.inf, 1), (math.nan, 1), (-0.1, 1), (0.5, 0), (0.5, math.inf), (0.5, None)]
+)
+def test_impossible_reading_starts_no_count(
+    monkeypatch: pytest.MonkeyPatch, share: float, endpoints: float | None
+) -> None:
+    owner = Owner(monkeypatch, [])
+    owner.limiter.kv_use = KvUse(share, None, endpoints, 0.0, 0.0)
+    assert not owner.budget.apply_reading()
+    owner.show(0.0)
+    assert owner.budget.apply_reading()
 
 
 STEPS = st.lists(

@@ -84,7 +84,8 @@ def test_image_and_missing_usage_teach_nothing_about_text() -> None:
     estimator = TokenEstimator()
     learn(estimator, BodyLength(1000, images=1), 5000, 0)
     learn(estimator, BodyLength(1000), 0, 0, times=20)
-    assert estimator.estimate(BodyLength(1000), PATH).prompt == 1000 * INITIAL_TOKENS_PER_BYTE
+    call = estimator.estimate(BodyLength(1000), PATH)
+    assert (call.prompt, call.output) == (1000 * INITIAL_TOKENS_PER_BYTE, INITIAL_OUTPUT_TOKENS)
 
 
 def draw_prompt(source: random.Random, tokens_per_word: float) -> tuple[BodyLength, int]:

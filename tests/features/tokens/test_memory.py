@@ -30,8 +30,8 @@ def test_room_is_the_free_memory_without_the_reserve_and_without_what_requests_m
 
 def test_own_tokens_in_the_reading_are_not_reserved_twice() -> None:
     memory = KvMemory()
-    memory.add_call("a", 6_000, 3_000, 3_000, 0.0)
-    at = 2_000 / INITIAL_TOKENS_PER_S  # two thirds of the answer are generated
+    memory.add_call("a", 6_000, 3_000, 3_000, 100.0)
+    at = 100 + 2_000 / INITIAL_TOKENS_PER_S  # two thirds of the answer are generated
     read(memory, 40_000 + 8_000, at)
     assert memory.held == pytest.approx(8_000)
     assert memory.compute_room(0) == pytest.approx(95_000 - 40_000 - 9_000)
@@ -94,13 +94,13 @@ def test_request_that_generates_more_than_estimated_reserves_more() -> None:
 
 def test_speed_of_generation_is_learned() -> None:
     memory = KvMemory()
-    memory.add_call("a", 0, 1_000, 1_000, 0.0)
+    memory.add_call("a", 0, 1_000, 1_000, 100.0)
     for _ in range(500):
-        memory.record_output("a", 1_000, 10.0)
-    memory.record_output("unknown", 10**9, 10.0)
-    memory.record_output("a", 10**9, 0.0)
-    memory.record_output("a", 0, 10.0)
-    read(memory, 50_000, 5.0)
+        memory.record_output("a", 1_000, 110.0)
+    memory.record_output("unknown", 10**9, 110.0)
+    memory.record_output("a", 10**9, 100.0)
+    memory.record_output("a", 0, 110.0)
+    read(memory, 50_000, 105.0)
     assert memory.held == pytest.approx(500, rel=0.01)  # 100 tokens/s for 5 s
 
 
@@ -114,6 +114,18 @@ def test_requests_of_other_dispatchers_count_like_those_of_this_one() -> None:
     room = 95_000 - 50_000 + 3 * 8_000 * share - 8_000
     assert memory.compute_room(3) == pytest.approx(room - 3 * 8_000)
     assert memory.compute_room(4) == pytest.approx(room - 4 * 8_000)
+    read(memory, 50_000, 1_000 / INITIAL_TOKENS_PER_S, others=3)  # they have grown like the own request
+    assert memory.held == pytest.approx(4 * 7_000)
+
+
+def test_least_within_a_tenth_of_a_second_is_kept() -> None:
+    memory = KvMemory()
+    memory.add_call("a", 1_000, 5_000, 5_000, 0.0)
+    memory.add_call("b", 3_000, 0, 0, 10.0)
+    memory.remove_call("a", 10.05)  # 3,000 are left
+    memory.add_call("c", 2_000, 500, 500, 10.06)
+    read(memory, 50_000, 10.07)
+    assert memory.held == pytest.approx(3_000)
 
 
 SECONDS = st.floats(0, 30)

@@ -228,6 +228,20 @@ def test_probe_is_sent_although_the_memory_is_full() -> None:
     run(check, gateway)
 
 
+def test_single_reading_without_the_memory_stops_nothing() -> None:
+    gateway = UsageGateway()
+
+    async def check(scene: Scene) -> None:
+        await show_for(scene, 3.0, 0.1)
+        show(scene, None)
+        await submit(scene, "r-1", 10, 10)
+        await asyncio.sleep(0.5)
+        assert gateway.sent == ["r-1"]
+        assert find_budget(scene).memory.mean_call == 20
+
+    run(check, gateway)
+
+
 def test_request_without_room_is_tried_again_at_most_once_a_second() -> None:
     async def check(scene: Scene) -> None:
         await submit(scene, "first", 60_000, 10)

@@ -16,8 +16,8 @@ import pytest
 import trustme
 from aiohttp import web
 
-from dispatcher.limit.budget import Policy, Reason, Signal
-from dispatcher.limit.picker_inference import FLUSH_S
+from dispatcher.limit.budget import KvUse, Policy, Reason, Signal
+from dispatcher.limit.picker_inference import FLUSH_LATE_FACTOR, FLUSH_S
 from dispatcher.limit.poll import ReadFailure
 from dispatcher.signals.epp.series import PoolView
 from dispatcher.signals.prometheus.session import PrometheusAddress
@@ -160,6 +160,17 @@ async def test_target_that_is_no_longer_scraped_keeps_its_values_and_their_age(
     assert view.closed_at <= asyncio.get_running_loop().time() - 82
     assert view.opened_at >= before - 82
     assert (view.saturation, view.queued, view.ready) == (0.4, 12, 4)
+
+
+async def test_window_of_the_kv_use_reaches_back_to_the_flush_before_the_sample(
+    prometheus: FakePrometheus,
+) -> None:
+    prometheus.add_target({**HEALTHY_VALUES, "KV_CACHE": 0.42}, age_s=7.5)
+    views = await poll_views(prometheus.url)
+    (view,) = views
+    readings = derive_readings(views, "both", POLICY, "prometheus").readings
+    expected = KvUse(0.42, None, 4, view.opened_at - FLUSH_S * FLUSH_LATE_FACTOR, view.closed_at)
+    assert [each.kv_use for each in readings] == [expected, expected]
 
 
 async def test_requests_queued_in_model_servers_are_not_counted_as_running(
