@@ -158,10 +158,11 @@ class MemoryQueue:
         self, settlements: Sequence[Settlement], nonce: str, permit: Permit
     ) -> EndAndClaimResult:
         caller, queue, ready_entries = self._begin_step(), self._queue, list[Entry]()
-        statuses = results.settle(queue, settlements, ready_entries)
-        # An entry that waits in a lane waits for a claim.
-        in_no_lane = [entry for entry in ready_entries if entry.lane is None]
-        taken = steps.claim_first_of(queue, caller, nonce, self._permit_in_pool_time(permit), in_no_lane)
+        statuses, taken = results.settle(queue, settlements, ready_entries), list[LeaseRecord]()
+        if ready_entries:
+            # An entry that waits in a lane waits for a claim.
+            in_no_lane = [entry for entry in ready_entries if entry.lane is None]
+            taken = steps.claim_first_of(queue, caller, nonce, self._permit_in_pool_time(permit), in_no_lane)
         waiting = queue.waiting_count - queue.count_passed_over({}, taken)
         return EndAndClaimResult(
             statuses,

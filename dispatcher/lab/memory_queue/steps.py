@@ -186,8 +186,8 @@ def claim_first_of(
     permit: Permit,
     entries: Sequence[Entry],
 ) -> list[LeaseRecord]:
-    """Lease those of the entries that the next claim would lease first."""
-    _, room = _get_limit_and_room(queue.pool, caller, permit, is_probe=False) if entries else (0, 0)
+    """Share the limit of the permit, and lease those of the entries that the next claim would lease first."""
+    _, room = _get_limit_and_room(queue.pool, caller, permit, is_probe=False)
     taken: list[LeaseRecord] = []
     while room > 0:
         source = queue.next_source(_ONE_OF_EACH_OPEN)
