@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,11 @@ async def survives(
 # Values that are too large for the server or for the connection.
 
 MEGABYTE = 2**20
+asyncio_closes_lost_connections = pytest.mark.skipif(
+    (3, 13) <= sys.version_info < (3, 13, 8),
+    reason="after a write to a lost connection, asyncio may not connect again (python/cpython#136234)",
+)
+"""Mark of tests in which the server closes a connection while a large value is written."""
 
 
 @pytest.fixture(scope="module", params=ENGINE_PARAMS)
@@ -248,6 +254,7 @@ async def pop_codes(client: redis.asyncio.Redis, name: str) -> dict[str, str | N
     return {one["id"]: one.get("error_code") for one in found}
 
 
+@asyncio_closes_lost_connections
 @pytest.mark.parametrize("is_dead", [False, True], ids=["settled", "dead-lettered"])
 async def test_result_too_large_for_the_server_affects_only_its_request(
     small_value_server: Server, is_dead: bool
@@ -450,6 +457,7 @@ def test_scripts_are_read_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
         assert load_script(name).text
 
 
+@asyncio_closes_lost_connections
 async def test_progress_that_the_server_does_not_take_is_left_out(small_value_server: Server) -> None:
     with small_value_server.client() as blocking:
         blocking.flushall()
