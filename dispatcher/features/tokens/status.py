@@ -71,7 +71,7 @@ SECTION = TokensStatus
 
 def build_status(budget: TokenBudget, now: float, counts: QueueCounts | None) -> FeatureStatus:
     """Build the status of the token budget of this process."""
-    memory = budget.memory
+    memory, has_work = budget.memory, counts is None or counts.pending > 0
     errors = [*budget.estimator.list_errors().items()][-MAX_TABLE_ROWS:]
     estimates = tuple(TokenEstimateStatus(model, round(error, 3)) for model, error in errors)
     if not budget.apply_reading():
@@ -82,7 +82,7 @@ def build_status(budget: TokenBudget, now: float, counts: QueueCounts | None) ->
         kv_batch_tokens=round(min(memory.held, memory.used)),
         kv_reserved_tokens=round(memory.reserved),
         kv_room_tokens=round(budget.compute_room()),
-        kv_needed_tokens=None if budget.needed is None else round(budget.needed),
+        kv_needed_tokens=round(budget.needed) if budget.needed is not None and has_work else None,
         token_returns=budget.returned_count,
         token_estimates=estimates,
     )

@@ -46,7 +46,8 @@ class TokenBudget(LeasePart):
         self.returned_count = 0
         """Number of times that a request returned to the queue because there was no room for its tokens."""
         self.needed: float | None = None
-        """Tokens of the request that waits for room. `None` if none does."""
+        """Tokens of the request that waits for room, or of a usual one before it was weighed. `None` if none
+        waits."""
         self.leases: dict[str, CallTokens] = {}
         """Estimated tokens of the requests in flight, by the token of their lease."""
         self._kv_use: KvUse | None = None
@@ -102,6 +103,7 @@ class TokenBudget(LeasePart):
             return min(max_count, max(1, int(room // usual)) if usual else 1)
         now = loop_time()
         if room <= 0 or now < self._next_try_at:
+            self.needed = usual or None
             return 0
         self._next_try_at = now + RETRY_S
         self.needed = None

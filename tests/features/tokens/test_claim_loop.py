@@ -112,6 +112,8 @@ def test_requests_smaller_than_usual_are_claimed_one_a_second(monkeypatch: pytes
     for count in (2, 3, 4):
         assert len(owner.running) == count
         assert owner.claim_until_done() == 0
+        if owner.waiting:
+            assert owner.budget.problem.endswith(f"the next request needs about {owner.budget.needed:,.0f}")
         owner.now += RETRY_S
         owner.claim_until_done()
 

@@ -9,6 +9,7 @@ from dispatcher.features.tokens.check import CHECK
 from dispatcher.features.tokens.status import TokenEstimateStatus, TokensStatus, build_status
 from dispatcher.kernel import Options
 from dispatcher.requests.outcomes.outcome import RetryPolicy
+from dispatcher.requests.queue_counts import QueueCounts
 from dispatcher.telemetry.status import Status
 from tests.features.tokens.token_scene import UsageGateway, build_options, find_budget, show, submit
 from tests.kernel.scene import Scene
@@ -25,7 +26,7 @@ def test_section_has_the_state_of_a_running_dispatcher() -> None:
         await submit(scene, "r-2", 40_000, 1_000)
         await asyncio.sleep(0.5)
         built = build_status(find_budget(scene), asyncio.get_running_loop().time(), None)
-        assert built.section == TokensStatus(
+        section = TokensStatus(
             kv_capacity_tokens=100_000,
             kv_used_tokens=50_000,
             kv_batch_tokens=0,
@@ -34,7 +35,12 @@ def test_section_has_the_state_of_a_running_dispatcher() -> None:
             kv_needed_tokens=41_000,
             token_returns=1,
         )
+        assert built.section == section
         assert built.problems == ()
+        for pending, needed in ((1, 41_000), (0, None)):  # it may have been cancelled
+            counts = QueueCounts(pending, 1, 0, 0)
+            built = build_status(find_budget(scene), asyncio.get_running_loop().time(), counts)
+            assert built.section == replace(section, kv_needed_tokens=needed)
         for _ in range(14):
             show(scene, None)
             await asyncio.sleep(1.0)
