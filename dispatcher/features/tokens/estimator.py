@@ -58,10 +58,6 @@ class CallTokens(msgspec.Struct, frozen=True, gc=False):
     is_part: bool = False
     """True if the call asks for a part of the answer, so that its length shows nothing."""
 
-    @property
-    def total(self) -> float:
-        return self.prompt + self.output
-
 
 class TokenEstimator:
     """Table of what answers have shown about the tokens of requests."""

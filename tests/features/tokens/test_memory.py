@@ -128,6 +128,40 @@ def test_least_within_a_tenth_of_a_second_is_kept() -> None:
     assert memory.held == pytest.approx(3_000)
 
 
+def test_changes_more_than_a_tenth_of_a_second_apart_are_kept_apart() -> None:
+    memory = KvMemory()
+    memory.add_call("a", 4_000, 0, 0, 0.0)
+    memory.remove_call("a", 5.0)
+    memory.add_call("b", 3_000, 0, 0, 5.2)
+    read(memory, 50_000, 5.5, window_s=0.15)
+    assert memory.held == 3_000
+    read(memory, 50_000, 5.5, window_s=0.35)
+    assert memory.held == 0
+
+
+def test_least_output_within_a_tenth_of_a_second_counts_with_the_prompt() -> None:
+    memory = KvMemory()
+    memory.add_call("a", 1_000, 0, 0, 0.0)
+    memory.add_call("b", 0, 9_000, 9_000, 10.0)
+    memory.remove_call("a", 10.05)  # more than 1,000 are left, though no prompt is
+    read(memory, 50_000, 10.06)
+    assert memory.held == pytest.approx(1_000)
+
+
+def test_mean_of_recent_calls() -> None:
+    memory = KvMemory()
+    for tokens in (1_000, 1_320):
+        memory.record_weight(tokens)
+    assert memory.mean_call == pytest.approx(1_010)
+
+
+def test_finished_answer_of_limited_length_reserves_no_more() -> None:
+    memory = KvMemory()
+    memory.add_call("short", 0, 100, 3_000, 0.0)
+    read(memory, 5_000, 50 / INITIAL_TOKENS_PER_S)  # it has not reached the estimate
+    assert memory.reserved == 100
+
+
 SECONDS = st.floats(0, 30)
 CALLS = st.lists(st.tuples(SECONDS, SECONDS, st.integers(0, 5_000), st.integers(0, 5_000)), max_size=12)
 

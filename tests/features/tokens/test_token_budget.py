@@ -242,6 +242,16 @@ def test_single_reading_without_the_memory_stops_nothing() -> None:
     run(check, gateway)
 
 
+def test_estimated_tokens_of_a_simulated_request_have_a_factor() -> None:
+    async def check(scene: Scene) -> None:
+        await submit(scene, "r-1", 10, 100)
+        await asyncio.sleep(0.5)
+        (call,) = find_budget(scene).leases.values()
+        assert (call.prompt, call.output, call.max_output) == (1_400, 140, 100)
+
+    run(check, assumed_prompt=1_000, assumed_factor=1.4)
+
+
 def test_request_without_room_is_tried_again_at_most_once_a_second() -> None:
     async def check(scene: Scene) -> None:
         await submit(scene, "first", 60_000, 10)
