@@ -8,19 +8,16 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from dispatcher.gateway.contract import AttemptResult
-from dispatcher.kernel import Dispatcher, Journal, Options
 from dispatcher.kernel.claimed_request import ClaimedRequest
+from dispatcher.kernel.context import KernelContext
 from dispatcher.kernel.hooks import Hooks, LeasePart
 from dispatcher.kernel.in_flight import InFlightLease
-from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.limit.budget import Reason
-from dispatcher.requests.outcomes.outcome import Delivered, Outcome, RetryPolicy, Unreachable
+from dispatcher.requests.outcomes.outcome import Delivered, Outcome, Unreachable
 from dispatcher.requests.request import Request
-from dispatcher.telemetry.metrics import Metrics
-from tests.kernel.scene import AnsweringGateway, QueueWithUnreadableMarkers, open_limiter
-from tests.memory_queue import MemoryStore
-from tests.queue.factories import member
+from tests.kernel.scene import AnsweringGateway, Scene
 
+REQUESTS = [f"r-{number}" for number in range(10)]
 USAGE = b'{"usage":{"prompt_tokens":12,"completion_tokens":3}}'
 
 
@@ -72,44 +69,32 @@ class FixedGateway(AnsweringGateway):
         return result.copy_with(outcome=self.outcome)
 
 
-def run_with_room(
-    hall: Hall,
-    outcome: Outcome,
-    check: Callable[[Dispatcher], Awaitable[None]],
-) -> FixedGateway:
+def run_with_room(hall: Hall, outcome: Outcome, check: Callable[[Scene], Awaitable[None]]) -> FixedGateway:
     """Run ten requests, and `check` beside them."""
+
+    class HallScene(Scene):
+        @staticmethod
+        def build_hooks(_context: KernelContext) -> Hooks:
+            return Hooks(stages=(hall,), lease_parts=(hall,), rooms=(hall,))
+
+    async def submit_and_check(scene: Scene) -> None:
+        await scene.submit(*REQUESTS)
+        await check(scene)
+
     gateway = FixedGateway(outcome)
-
-    async def main() -> None:
-        store = MemoryStore(clock=asyncio.get_running_loop().time)
-        dispatcher = Dispatcher(
-            QueueWithUnreadableMarkers(store, "a"),
-            gateway,
-            open_limiter(),
-            Options(RetryPolicy()),
-            Journal(Metrics()),
-            build_hooks=lambda _context: Hooks(stages=(hall,), lease_parts=(hall,), rooms=(hall,)),
-        )
-        for number in range(10):
-            store.add_member(member(f"r-{number}"), float(number))
-        task = asyncio.create_task(dispatcher.run())
-        await check(dispatcher)
-        dispatcher.drain(5.0)
-        await task
-
-    run_in_virtual_time(main(), start=2.0)
+    HallScene.run(submit_and_check, gateway)
     assert hall.leases == set()
     return gateway
 
 
-async def wait_for_all(_dispatcher: Dispatcher) -> None:
+async def wait_for_all(_scene: Scene) -> None:
     await asyncio.sleep(20)
 
 
 def test_no_more_requests_are_claimed_than_a_feature_has_room_for() -> None:
     hall = Hall(3)
     gateway = run_with_room(hall, Delivered(200, USAGE), wait_for_all)
-    assert gateway.sent == [f"r-{number}" for number in range(10)]
+    assert gateway.sent == REQUESTS
     assert gateway.most_at_once == 3
     assert hall.planned[0] == 9  # the limit of `open_limiter`
 
@@ -118,9 +103,9 @@ def test_reason_of_a_feature_without_room_is_shown() -> None:
     hall = Hall(0)
     hall.problem = "the hall is full"
 
-    async def check(dispatcher: Dispatcher) -> None:
+    async def check(scene: Scene) -> None:
         await asyncio.sleep(0.5)
-        allowance = dispatcher.get_allowance()
+        allowance = scene.dispatcher.get_allowance()
         assert (allowance.reason, allowance.detail) == (Reason.OPEN, "the hall is full")
 
     assert run_with_room(hall, Delivered(200, USAGE), check).sent == []
@@ -139,7 +124,7 @@ def test_reason_of_a_feature_without_room_is_shown() -> None:
 def test_tokens_of_each_answer_are_recorded_once(outcome: Outcome, tokens: tuple[int, int] | None) -> None:
     hall = Hall(10)
 
-    async def check(_dispatcher: Dispatcher) -> None:
+    async def check(_scene: Scene) -> None:
         await asyncio.sleep(1.5)
 
     run_with_room(hall, outcome, check)

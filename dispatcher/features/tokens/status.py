@@ -86,5 +86,4 @@ def build_status(budget: TokenBudget, now: float, counts: QueueCounts | None) ->
         token_returns=budget.returned_count,
         token_estimates=estimates,
     )
-    problem = budget.problem
-    return FeatureStatus(section, problems=(problem,) if budget.is_reading_lost else ())
+    return FeatureStatus(section, problems=(budget.problem,) if budget.is_reading_lost else ())

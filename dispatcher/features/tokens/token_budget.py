@@ -125,7 +125,7 @@ class TokenBudget(LeasePart):
     def apply_reading(self) -> bool:
         """Apply the newest reading. Return False if tokens are not counted."""
         use = self._seen_use = self._limiter.kv_use
-        if not self._options.is_on or use is None is self._kv_use:
+        if not self._options.is_on:
             return False
         capacity = 0.0 if use is None else self._get_capacity(use)
         if use is None or not (0.0 <= use.share < float("inf") and 0.0 < capacity < float("inf")):

@@ -1,4 +1,4 @@
-"""What is read of a body to estimate its tokens."""
+"""A scan of the body finds how long a request is: its text, token ids, images and limits."""
 
 from __future__ import annotations
 
