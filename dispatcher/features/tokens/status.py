@@ -75,7 +75,7 @@ def build_status(budget: TokenBudget, now: float, counts: QueueCounts | None) ->
     errors = [*budget.estimator.list_errors().items()][-MAX_TABLE_ROWS:]
     estimates = tuple(TokenEstimateStatus(model, round(error, 3)) for model, error in errors)
     if not budget.apply_reading():
-        return FeatureStatus(TokensStatus(token_estimates=estimates))
+        return FeatureStatus(TokensStatus(token_returns=budget.returned_count, token_estimates=estimates))
     section = TokensStatus(
         kv_capacity_tokens=round(memory.capacity),
         kv_used_tokens=round(memory.used),

@@ -41,6 +41,13 @@ def test_section_has_the_state_of_a_running_dispatcher() -> None:
             counts = QueueCounts(pending, 1, 0, 0)
             built = build_status(find_budget(scene), asyncio.get_running_loop().time(), counts)
             assert built.section == replace(section, kv_needed_tokens=needed)
+        options = scene.dispatcher.context.options
+        scene.dispatcher.reconfigure(Options(RetryPolicy()))
+        built = build_status(find_budget(scene), asyncio.get_running_loop().time(), None)
+        assert built.section == TokensStatus(token_returns=1), "a counter never falls"
+        scene.dispatcher.reconfigure(options)
+        show(scene, 0.5)
+        await asyncio.sleep(0.5)
         for _ in range(14):
             show(scene, None)
             await asyncio.sleep(1.0)
