@@ -21,8 +21,8 @@ class Options:
     max_payload_bytes: int = 16 << 20
     gateway_url: str = ""
     """Address of the gateway. A gateway at another address counts as unverified."""
-    tenant_attribute: str = ""
-    """Metadata attribute that names the tenant of a request."""
+    fairness_attribute: str = ""
+    """Metadata attribute whose value the gateway gets as the fairness id of a request."""
     default_path: str = ""
     """Path of requests that name none."""
     observe: bool = False

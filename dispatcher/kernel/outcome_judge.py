@@ -4,7 +4,7 @@
 parts that are told what an outcome says:
 
 gateway    The limiter learns whether the gateway is reachable and whether it is overloaded.
-tenant     A tenant that was refused rests, while the requests of others are sent.
+group      A group of requests that is refused rests, while others are sent.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from dispatcher.requests.outcomes.judge import (
     ErrorFacts,
     GatewayRecord,
     GatewaySign,
+    GroupSign,
     OutageRecord,
     RequestRecord,
-    TenantSign,
 )
 from dispatcher.requests.outcomes.outcome import Failed, Outcome, Overloaded, UncountedError, Unreachable
-from dispatcher.requests.outcomes.tenants import TenantRefusals
+from dispatcher.requests.outcomes.refusal_groups import RefusalGroups
 
 MAX_RECORDS = 16_384
 """Maximum number of requests that are remembered."""
@@ -42,7 +42,7 @@ class OutcomeJudge:
     """Judges the outcomes of one process, and keeps what they have shown."""
 
     def __init__(self, context: KernelContext, maintenance: Maintenance) -> None:
-        self._tenants = TenantRefusals()
+        self._refusal_groups = RefusalGroups()
         self._outage_record = OutageRecord()
         self._request_records: dict[int, RequestRecord] = {}
         """Records of requests by their entry in the queue."""
@@ -71,7 +71,7 @@ class OutcomeJudge:
     @property
     def max_tried_at_once(self) -> int | None:
         """Number of requests that may be tried at once while all are refused. `None` if there is no bound."""
-        return self._tenants.max_tried_at_once
+        return self._refusal_groups.max_tried_at_once
 
     def get_probe_rest_s(self, lease: Lease) -> float:
         """Return for how long this request may not be the probe again."""
@@ -119,11 +119,13 @@ class OutcomeJudge:
         # Requests that were sent under an older reading may have caused the refusal.
         read_at = self._limiter.get_allowance(at).read_at
         alone = all(other.claimed_at >= read_at for other in self._in_flight.list_at_gateway())
-        # All leases of a call have the same tenant, which is refused once.
-        refused = {self._get_tenant(entry): entry.lease.refusals > 0 for entry in attempt.leases}
+        # All leases of a call have the same fairness id, which is refused once.
+        refused = {self._get_fairness_id(entry): entry.lease.refusals > 0 for entry in attempt.leases}
         is_capacity_shortage = [
-            self._tenants.record_refusal(tenant, at, read_at, was_refused=was_refused_before, is_alone=alone)
-            for tenant, was_refused_before in refused.items()
+            self._refusal_groups.record_refusal(
+                fairness_id, at, read_at, was_refused=was_refused_before, is_alone=alone
+            )
+            for fairness_id, was_refused_before in refused.items()
         ]
         overload = Overload(
             refused_at=at,
@@ -136,7 +138,7 @@ class OutcomeJudge:
 
     def judge_lease(self, entry: InFlightLease, judged: AttemptResult, rand: float) -> Outcome:
         """Return the outcome as it counts for one of the leases, and record what it says about the request
-        and its tenant. `rand` is in [0, 1)."""
+        and its group. `rand` is in [0, 1)."""
         outcome, sent_at = judged.outcome, judged.sent_at
         record, was_refused_before = self._get_record(entry.lease), entry.lease.refusals > 0
         verdict = judge.judge_lease(
@@ -152,13 +154,13 @@ class OutcomeJudge:
         self._outage_record = verdict.outage
         if verdict.request is not record:
             self._keep_record(entry.lease, verdict.request)
-        if verdict.tenant is TenantSign.ACCEPTED:
-            if was_refused_before or not self._tenants.has_no_refusals:
-                self._tenants.record_acceptance(
-                    self._get_tenant(entry), sent_at, was_refused=was_refused_before
+        if verdict.group is GroupSign.ACCEPTED:
+            if was_refused_before or not self._refusal_groups.has_no_refusals:
+                self._refusal_groups.record_acceptance(
+                    self._get_fairness_id(entry), sent_at, was_refused=was_refused_before
                 )
-        elif verdict.tenant is TenantSign.UNKNOWN:
-            self._tenants.end_trial(self._get_tenant(entry), was_refused=was_refused_before)
+        elif verdict.group is GroupSign.UNKNOWN:
+            self._refusal_groups.end_trial(self._get_fairness_id(entry), was_refused=was_refused_before)
         return verdict.outcome
 
     def _find_error_facts(self, entry: InFlightLease) -> ErrorFacts:
@@ -179,19 +181,19 @@ class OutcomeJudge:
                 del self._request_records[next(iter(self._request_records))]
 
     def get_rest_s(self, entry: InFlightLease) -> float:
-        """Return how long the tenant, or the group of refused requests, must not send."""
+        """Return how long a group of the request must not send."""
         was_refused_before = entry.lease.refusals > 0
-        if self._tenants.has_no_refusals and not was_refused_before:
+        if self._refusal_groups.has_no_refusals and not was_refused_before:
             return 0.0
-        return self._tenants.admit_request(
-            self._get_tenant(entry), loop_time(), was_refused=was_refused_before
+        return self._refusal_groups.admit_request(
+            self._get_fairness_id(entry), loop_time(), was_refused=was_refused_before
         )
 
-    def _get_tenant(self, entry: InFlightLease) -> str:
+    def _get_fairness_id(self, entry: InFlightLease) -> str:
         return (
             ""
             if entry.request is None
-            else entry.request.metadata.get(self._context.options.tenant_attribute, "")
+            else entry.request.metadata.get(self._context.options.fairness_attribute, "")
         )
 
     def _check_connections(self) -> None:

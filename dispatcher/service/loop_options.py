@@ -22,7 +22,7 @@ def build_options(settings: Settings, *, observe: bool) -> Options:
         owner_timeout_s=settings.queue.effective_owner_timeout_s(),
         max_payload_bytes=settings.queue.max_payload_bytes,
         gateway_url=f"{settings.gateway.url.without_credentials}{settings.gateway.path}",
-        tenant_attribute=settings.gateway.fairness_from,
+        fairness_attribute=settings.gateway.fairness_from,
         default_path=settings.gateway.path,
         observe=observe,
         of_features=index_options(*(each for module in modules for each in module.build_options(settings))),

@@ -282,7 +282,7 @@ def test_end_of_a_tried_request_decides_whether_the_next_refused_ones_are_sent(
     async def main() -> list[float]:
         bench = Bench(Delivered(200, b"{}"))
         for at in (1.0, 2.0, 3.0):  # the gate was closed so often by requests that were refused before
-            bench.judge._tenants.record_refusal("", at, at - 0.5, was_refused=True)
+            bench.judge._refusal_groups.record_refusal("", at, at - 0.5, was_refused=True)
         refused = InFlightLease(lease(1, refusals=1))
         await asyncio.sleep(10.0)
         assert bench.judge.get_rest_s(refused) == 0.0, "it is tried"

@@ -1,4 +1,4 @@
-"""A 429 closes the gate of all replicas, lowers the learned capacity, and affects no other tenant."""
+"""A 429 closes the gate of all replicas, lowers the learned capacity, and affects no other user."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_capacity_of_a_third_of_the_declared_one_is_learned(stage: Stage) -> Non
     assert observed["pool"]["running"]["mean"] >= 0.85 * 11
 
 
-def test_tenant_that_is_always_refused_affects_no_other_tenant(stage: Stage) -> None:
+def test_user_whose_requests_are_always_refused_affects_no_other(stage: Stage) -> None:
     world = stage.world(slots=32, seconds=0.2)
     world.control(gateway={"answer": REFUSAL, "match": "greedy"})
     producer = stage.producer
@@ -111,4 +111,4 @@ def test_tenant_that_is_always_refused_affects_no_other_tenant(stage: Stage) -> 
     counts = producer.count_requests()
     assert counts["dead"] == 0
     assert counts["pending"] + counts["delayed"] + counts["leased"] == len(greedy)
-    assert dispatcher.status()["max_sys"] >= 12, "refusals of one tenant do not lower the capacity"
+    assert dispatcher.status()["max_sys"] >= 12, "refusals of one user do not lower the capacity"

@@ -1,4 +1,4 @@
-"""A 429 closes the gate of all replicas until a newer reading, and affects no other tenant for longer."""
+"""A 429 closes the gate of all replicas until a newer reading, and affects no other user for longer."""
 
 from __future__ import annotations
 
@@ -116,10 +116,8 @@ async def test_capacity_of_a_third_of_the_declared_one_is_learned(stage: Stage, 
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-@scenario(tenant_attribute="userid")
-async def test_tenant_whose_requests_are_all_refused_affects_no_other_tenant(
-    stage: Stage, replicas: int
-) -> None:
+@scenario(fairness_attribute="userid")
+async def test_user_whose_requests_are_all_refused_affects_no_other(stage: Stage, replicas: int) -> None:
     async def fault(request: Request) -> Outcome | None:
         if request.metadata.get("userid") != "greedy":
             return None
@@ -133,7 +131,7 @@ async def test_tenant_whose_requests_are_all_refused_affects_no_other_tenant(
     took_s = await stage.wait_until_answered(80, modest_ids)
     print(f"600 answered in {took_s:.0f} s, {len(find_refusal_times(stage))} refusals")
     assert took_s <= 2.0 * 600 / stage.setting.max_limit, (
-        "at least at half of the rate without the other tenant"
+        "at least at half of the rate without the other user"
     )
     assert stage.count_statuses() == {200: 600}
     counts = await stage.store.count_requests()
@@ -141,7 +139,7 @@ async def test_tenant_whose_requests_are_all_refused_affects_no_other_tenant(
     assert counts.pending + counts.delayed + counts.leased == len(greedy_ids)
     budgets = [replica.dispatcher.get_allowance().budget for replica in stage.alive]
     assert all(budget is None or budget.max_sys >= 0.9 * budget.configured_max_sys for budget in budgets), (
-        "refusals of one tenant do not lower the capacity"
+        "refusals of one user do not lower the capacity"
     )
 
 
@@ -159,7 +157,7 @@ def _refuse_cursed(stage: Stage) -> None:
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("tenants", ["none", "one-per-request", "one"])
-@scenario(tenant_attribute="userid")
+@scenario(fairness_attribute="userid")
 async def test_requests_that_are_always_refused_affect_no_other_request(
     stage: Stage, replicas: int, tenants: str
 ) -> None:

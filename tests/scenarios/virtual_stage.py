@@ -86,7 +86,7 @@ class StageSettings:
     lease_s: float = 30.0
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     max_age_s: float = 10.0
-    tenant_attribute: str = ""
+    fairness_attribute: str = ""
     observe: bool = False
     weigh_request: Callable[[Request], int] = compute_units
     """Weight of a request in the limit. The pool and its metrics count each request once."""
@@ -105,7 +105,7 @@ class StageSettings:
         return Options(
             retry=self.retry,
             lease_s=self.lease_s,
-            tenant_attribute=self.tenant_attribute,
+            fairness_attribute=self.fairness_attribute,
             observe=self.observe,
         )
 

@@ -131,7 +131,7 @@ class RequestMerger(LeasePart):
             )
         target = self.targets.get_target(path, part.model, rule)
         headers = tuple(sorted(request.headers.items())) if request.headers else ()
-        tenant = request.metadata.get(self._context.options.tenant_attribute, "")
+        fairness_id = request.metadata.get(self._context.options.fairness_attribute, "")
         lease = entry.lease
         self.leases[lease.token] = BatchMember(
             entry,
@@ -143,7 +143,7 @@ class RequestMerger(LeasePart):
                 path,
                 part.merge_key,
                 headers,
-                tenant,
+                fairness_id,
                 request.chosen_model,
                 request.endpoints,
                 # A call goes to one server. Sequences without a server get a call of their own, so that the

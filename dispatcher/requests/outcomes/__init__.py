@@ -1,1 +1,1 @@
-"""Answers of the gateway: what they mean for the request, for its tenant and for the gateway itself."""
+"""Answers of the gateway: what they mean for the request, for its group and for the gateway itself."""

@@ -1,13 +1,13 @@
 """Verdicts on the outcomes of attempts. Pure: time, random numbers and all that is known are arguments.
 
     judge_attempt         what the outcome says about the gateway           once for each attempt
-    judge_lease           what it says about one request and its tenant     for each lease of the attempt
+    judge_lease           what it says about one request and its group      for each lease of the attempt
     decide_after_attempt  how the lease ends: with a result, back in the queue, or as a dead letter
 
 Each function is a table with one row for a kind of outcome and what is known. A row returns the outcome that
-counts, signs for the parts that have a state of their own (`limit.limiter`, `tenants`), and the records that
-are known when the next outcome is judged. `kernel.outcome_judge` keeps the records and applies the rest. The
-records are kept in memory: another replica, or a restart, begins with empty ones.
+counts, signs for the parts that have a state of their own (`limit.limiter`, `refusal_groups`), and the
+records that are known when the next outcome is judged. `kernel.outcome_judge` keeps the records and applies
+the rest. The records are kept in memory: another replica, or a restart, begins with empty ones.
 
 Is the server a gateway? Any web server answers something. Until one request was answered as only a gateway
 does (2xx, or a refusal with a drop reason), a response that means "not found here" is taken as a sign of a
@@ -179,7 +179,7 @@ def _leaves_open(outcome: Failed, gateway: GatewayRecord) -> bool:
     return is_not_found and not gateway.is_verified and gateway.trial_count < MAX_TRIALS
 
 
-# ── the request and its tenant ──────────────────────────────────────────────────────────────────────────────
+# ── the request and its group ───────────────────────────────────────────────────────────────────────────────
 
 FREE_CHARGES = 5
 """Number of charges that cost no failed attempt."""
@@ -195,14 +195,14 @@ SLOW_ANSWER_S = 1.0
 again."""
 
 
-class TenantSign(Enum):
-    """Meaning of an outcome for the tenant of a request."""
+class GroupSign(Enum):
+    """Meaning of an outcome for the group of a request (`refusal_groups`)."""
 
     ACCEPTED = auto()
     REFUSED = auto()
     """The refusal is recorded once for all leases of the attempt, with GatewaySign.OVERLOADED."""
     UNKNOWN = auto()
-    """The request was neither refused nor answered, so the next one of a resting tenant may be tried."""
+    """The request was neither refused nor answered, so the next one of a resting group may be tried."""
 
 
 class RequestRecord(Value, frozen=True):
@@ -248,7 +248,7 @@ class LeaseVerdict(Value, frozen=True):
 
     outcome: Outcome
     """Outcome as it counts, with the delay before the request is sent again."""
-    tenant: TenantSign
+    group: GroupSign
     request: RequestRecord
     outage: OutageRecord
 
@@ -273,12 +273,12 @@ def judge_lease(
     `outcome` is what `judge_attempt` has returned. The request was sent at `sent_at` and the attempt ended at
     `at`. `rand` is uniform in [0, 1), so that requests which were evicted together do not return together.
     """
-    tenant = TenantSign.UNKNOWN
+    group = GroupSign.UNKNOWN
     match outcome:
         case Delivered() | TooLarge():
-            tenant, request, outage = TenantSign.ACCEPTED, NO_RECORD, _record_answer(outage, sent_at)
+            group, request, outage = GroupSign.ACCEPTED, NO_RECORD, _record_answer(outage, sent_at)
         case Overloaded():
-            tenant = TenantSign.REFUSED
+            group = GroupSign.REFUSED
             request, outage = RequestRecord(request.eviction_count), _record_answer(outage, sent_at)
         case Evicted():
             pause_s = (0.5 + rand / 2) * _compute_backoff_s(request.eviction_count, policy)
@@ -304,7 +304,7 @@ def judge_lease(
             pass
         case _:
             assert_never(outcome)
-    return LeaseVerdict(outcome, tenant, request, outage)
+    return LeaseVerdict(outcome, group, request, outage)
 
 
 def compute_rest_s(request: RequestRecord, now: float) -> float:

@@ -1,4 +1,4 @@
-"""What an outcome leads to, row by row: for the gateway, for a request and its tenant, and for the lease."""
+"""What an outcome leads to, row by row: for the gateway, for a request and its group, and for the lease."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from dispatcher.requests.outcomes.judge import (
     ErrorFacts,
     GatewayRecord,
     GatewaySign,
+    GroupSign,
     LeaseVerdict,
     MoveToDeadLetters,
     OutageRecord,
     RequestRecord,
     Retry,
-    TenantSign,
     compute_rest_s,
     decide_after_attempt,
     decide_after_deaths,
@@ -206,7 +206,7 @@ def test_known_trials_and_routes_are_kept_when_the_address_is_verified() -> None
     assert routed == GatewayRecord(True, 7, (2.0, HERE, b"{}"))
 
 
-# ── the request and its tenant ──────────────────────────────────────────────────────────────────────────────
+# ── the request and its group ───────────────────────────────────────────────────────────────────────────────
 
 T0 = 1000.0
 """Time at which the requests of the rows below were sent."""
@@ -241,39 +241,39 @@ def judge_one(
 
 
 @pytest.mark.parametrize(
-    ("outcome", "counts_as", "tenant", "request_after", "outage_after"),
+    ("outcome", "counts_as", "group", "request_after", "outage_after"),
     [
-        (Delivered(200, b""), Delivered(200, b""), TenantSign.ACCEPTED, NO_RECORD, ANSWERED),
-        (Delivered(404, b"x"), Delivered(404, b"x"), TenantSign.ACCEPTED, NO_RECORD, ANSWERED),
-        (TooLarge(200, 9), TooLarge(200, 9), TenantSign.ACCEPTED, NO_RECORD, ANSWERED),
-        (FULL, FULL, TenantSign.REFUSED, RequestRecord(2), ANSWERED),
-        (EVICTED, replace(EVICTED, delay_s=6.0), TenantSign.UNKNOWN, RequestRecord(3), ANSWERED),
-        (BROKEN, BROKEN, TenantSign.UNKNOWN, RequestRecord(2), ANSWERED),
-        (DOWN, UncountedError(DOWN.why, delay_s=8.0), TenantSign.UNKNOWN, AFTER_ERROR, QUIET),
+        (Delivered(200, b""), Delivered(200, b""), GroupSign.ACCEPTED, NO_RECORD, ANSWERED),
+        (Delivered(404, b"x"), Delivered(404, b"x"), GroupSign.ACCEPTED, NO_RECORD, ANSWERED),
+        (TooLarge(200, 9), TooLarge(200, 9), GroupSign.ACCEPTED, NO_RECORD, ANSWERED),
+        (FULL, FULL, GroupSign.REFUSED, RequestRecord(2), ANSWERED),
+        (EVICTED, replace(EVICTED, delay_s=6.0), GroupSign.UNKNOWN, RequestRecord(3), ANSWERED),
+        (BROKEN, BROKEN, GroupSign.UNKNOWN, RequestRecord(2), ANSWERED),
+        (DOWN, UncountedError(DOWN.why, delay_s=8.0), GroupSign.UNKNOWN, AFTER_ERROR, QUIET),
         (
             UncountedError("nothing here", FailureKind.MAYBE_NO_GATEWAY),
             UncountedError("nothing here", FailureKind.MAYBE_NO_GATEWAY, MIN_REST_S),
-            TenantSign.UNKNOWN,
+            GroupSign.UNKNOWN,
             AFTER_ERROR.copy_with(rest_until=AT + MIN_REST_S),
             QUIET,
         ),
-        (RESET, RESET, TenantSign.UNKNOWN, KNOWN, QUIET),
-        (Unreachable("refused"), Unreachable("refused"), TenantSign.UNKNOWN, KNOWN, QUIET),
-        (Refused("no such path"), Refused("no such path"), TenantSign.UNKNOWN, KNOWN, QUIET),
-        (TooLate(), TooLate(), TenantSign.UNKNOWN, KNOWN, QUIET),
-        (Unsent(), Unsent(), TenantSign.UNKNOWN, KNOWN, QUIET),
-        (ModelNotServed("no"), ModelNotServed("no"), TenantSign.UNKNOWN, KNOWN, QUIET),
+        (RESET, RESET, GroupSign.UNKNOWN, KNOWN, QUIET),
+        (Unreachable("refused"), Unreachable("refused"), GroupSign.UNKNOWN, KNOWN, QUIET),
+        (Refused("no such path"), Refused("no such path"), GroupSign.UNKNOWN, KNOWN, QUIET),
+        (TooLate(), TooLate(), GroupSign.UNKNOWN, KNOWN, QUIET),
+        (Unsent(), Unsent(), GroupSign.UNKNOWN, KNOWN, QUIET),
+        (ModelNotServed("no"), ModelNotServed("no"), GroupSign.UNKNOWN, KNOWN, QUIET),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_outcome_says_this_about_the_request_and_its_tenant(
+def test_outcome_says_this_about_the_request_and_its_group(
     outcome: Outcome,
     counts_as: Outcome,
-    tenant: TenantSign,
+    group: GroupSign,
     request_after: RequestRecord,
     outage_after: OutageRecord,
 ) -> None:
-    assert judge_one(outcome) == LeaseVerdict(counts_as, tenant, request_after, outage_after)
+    assert judge_one(outcome) == LeaseVerdict(counts_as, group, request_after, outage_after)
 
 
 BLAMED = RequestRecord(0, 9, T0 - 9.0, FREE_CHARGES)
@@ -325,7 +325,7 @@ def test_intermediary_error_counts_only_if_it_is_the_fault_of_the_request(
     error_count = request_before.error_count + 1
     request_after = request_before.copy_with(error_count=error_count, last_error_at=AT, **changes)
     assert judge_one(DOWN, request_before, outage_before, facts) == LeaseVerdict(
-        counts_as, TenantSign.UNKNOWN, request_after, outage_after
+        counts_as, GroupSign.UNKNOWN, request_after, outage_after
     )
 
 
