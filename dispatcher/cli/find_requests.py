@@ -16,8 +16,8 @@ from dispatcher.cli.request_notes import ParsedRequest, RequestNotes
 from dispatcher.common.duration import format_duration, format_time_until
 from dispatcher.features import import_modules
 from dispatcher.limit.health import describe_pause
+from dispatcher.queue.admin_contract import WAITING_LOCATIONS
 from dispatcher.requests.found_request import (
-    QUEUED_LOCATIONS,
     FoundRequest,
     LookupPage,
     RequestLocation,
@@ -25,14 +25,10 @@ from dispatcher.requests.found_request import (
     encode_spellings,
 )
 from dispatcher.requests.oversize import parse_cut_size
-from dispatcher.requests.request import (
-    ONE_CALL,
-    Rejection,
-    Request,
-    parse_member,
-)
-from dispatcher.requests.result import PoppedResult, decode_result
+from dispatcher.requests.request import Rejection, Request, parse_member
+from dispatcher.requests.result import decode_result
 from dispatcher.requests.score import PRIORITIES, PRIORITY_STEP
+from dispatcher.wire_format import ONE_CALL, PoppedResult
 
 if TYPE_CHECKING:
     from dispatcher.cli.connection import QueueTarget
@@ -437,7 +433,7 @@ def list_details(
     """Return name and value of each line that describes a request."""
     now = time.time()
     rows = [("state", str(found_request.location))]
-    if found_request.location in QUEUED_LOCATIONS and ahead is not None:
+    if found_request.location in WAITING_LOCATIONS and ahead is not None:
         rows.append(("queue position", f"{ahead + 1:,}"))
     if found_request.entry:
         rows.append(("entry", str(found_request.entry)))

@@ -31,13 +31,12 @@ from dispatcher.cli.terminal import (
     print_warning,
 )
 from dispatcher.common.duration import parse_duration
+from dispatcher.queue.admin_contract import WAITING_LOCATIONS
 from dispatcher.requests.found_request import (
-    LOCATION_BY_LANE,
-    QUEUED_LOCATIONS,
+    CLAIMABLE_LOCATIONS,
     FoundRequest,
     RequestLocation,
 )
-from dispatcher.requests.lanes import CLOSED_LANES
 from dispatcher.requests.request import parse_member
 
 if TYPE_CHECKING:
@@ -61,12 +60,6 @@ EXAMPLES = {
 }
 
 
-_CLAIMABLE = tuple(
-    place for place in QUEUED_LOCATIONS if place not in {LOCATION_BY_LANE[lane] for lane in CLOSED_LANES}
-)
-"""States in which a request can be claimed. Requests that wait for their turn or model cannot."""
-
-
 class ListedState(StrEnum):
     """State of the requests to list, in the words of `status`."""
 
@@ -76,10 +69,10 @@ class ListedState(StrEnum):
     DEAD = "dead"
 
     @property
-    def states(self) -> tuple[RequestLocation, ...]:
+    def states(self) -> tuple[str, ...]:
         match self:
             case ListedState.PENDING:
-                return QUEUED_LOCATIONS
+                return WAITING_LOCATIONS
             case ListedState.RUNNING:
                 return (RequestLocation.LEASED,)
             case ListedState.DELAYED:
@@ -230,7 +223,7 @@ def _format_id(found_request: FoundRequest, parsed: Request | Rejection) -> str:
 
 
 async def _read_first(
-    admin: RedisQueueAdmin, states: Sequence[RequestLocation], max_count: int
+    admin: RedisQueueAdmin, states: Sequence[str], max_count: int
 ) -> Sequence[FoundRequest]:
     """Return the first requests in these states, in queue order if there are several states."""
     parts = []
@@ -286,7 +279,7 @@ def _list_next(target: QueueTarget, max_count: int, *, as_json: bool) -> None:
     """Show the next requests, in order, and what holds them back."""
 
     async def read_next(admin: RedisQueueAdmin) -> tuple[Sequence[_Row], int, str]:
-        rows = await _add_cancel_marks(admin, await _read_first(admin, _CLAIMABLE, max_count))
+        rows = await _add_cancel_marks(admin, await _read_first(admin, CLAIMABLE_LOCATIONS, max_count))
         return rows, (await admin.count_requests()).pending, await describe_gate(target, admin)
 
     rows, total, gate = run_with_admin(target, read_next)

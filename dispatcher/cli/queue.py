@@ -20,8 +20,9 @@ from dispatcher.cli.connection import (
 )
 from dispatcher.cli.find_requests import iterate_pages
 from dispatcher.cli.terminal import exit_error, print_error, print_json, print_lines
+from dispatcher.queue.admin_contract import WAITING_LOCATIONS
 from dispatcher.queue.embedded import running_url
-from dispatcher.requests.found_request import QUEUED_LOCATIONS, RequestLocation
+from dispatcher.requests.found_request import RequestLocation
 
 if TYPE_CHECKING:
     from dispatcher.queue.keys import QueueNames
@@ -36,7 +37,7 @@ EXAMPLES = {
     ]
 }
 EMBEDDED = "embedded"
-_STATES = (RequestLocation.DEAD, RequestLocation.DELAYED, *reversed(QUEUED_LOCATIONS))
+_STATES = (RequestLocation.DEAD, RequestLocation.DELAYED, *reversed(WAITING_LOCATIONS))
 _PAGE_SIZE = 256
 _REPORT_EVERY = 10_000
 
@@ -104,7 +105,7 @@ def _resolve_source(source: str, config: Config, queue_name: str, pool: str) -> 
 
 async def copy_requests(
     source: RedisQueueAdmin, target: QueueTarget, *, live: bool
-) -> tuple[Counter[RequestLocation], int, int] | None:
+) -> tuple[Counter[str], int, int] | None:
     """Copy requests. Return the numbers read by state, the number of new ones, and the number of leased ones.
 
     Return `None`, without copying, if the source is not paused.
@@ -116,7 +117,7 @@ async def copy_requests(
     from dispatcher.queue.redis.connect import connect
     from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 
-    counts: Counter[RequestLocation] = Counter()
+    counts: Counter[str] = Counter()
     added = 0
     destination = RedisQueueAdmin(connect(target.url), target.names)
     try:
@@ -141,7 +142,7 @@ async def copy_requests(
         async for page in iterate_pages(lambda after: source.search_requests((), after, full_members=True)):
             # Requests of the first pass are not taken over again, so `new` counts those that it missed.
             for state in _STATES:
-                missed = [found_request for found_request in page.requests if found_request.location is state]
+                missed = [found_request for found_request in page.requests if found_request.location == state]
                 new = await destination.restore_requests(target.names.queue, missed) if missed else 0
                 counts[state] += new
                 added += new

@@ -38,7 +38,8 @@ from dispatcher.common.duration import format_duration, parse_duration
 from dispatcher.common.printable import escape_unprintable
 from dispatcher.requests.found_request import encode_spellings
 from dispatcher.requests.request import parse_member
-from dispatcher.requests.result import PoppedResult, decode_result
+from dispatcher.requests.result import decode_result
+from dispatcher.wire_format import PoppedResult
 
 if TYPE_CHECKING:
     from dispatcher.queue.redis.queue_admin import RedisQueueAdmin

@@ -29,8 +29,8 @@ from dispatcher.features import FEATURES
 if TYPE_CHECKING:
     from dispatcher.client import Item
     from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
-    from dispatcher.requests.result import PoppedResult
     from dispatcher.requests.submission import Submission
+    from dispatcher.wire_format import PoppedResult
 
 DEFAULT_DEADLINE_S = 3600.0
 Pairs = Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="May be repeated.")]

@@ -15,10 +15,11 @@ import msgspec
 
 from dispatcher.client.result import Result
 from dispatcher.common.duration import parse_duration
-from dispatcher.requests.request import ONE_CALL, encode_member
+from dispatcher.requests.request import encode_member
 from dispatcher.requests.score import compute_score
 from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.tracing import trace_submission
+from dispatcher.wire_format import ONE_CALL
 
 if TYPE_CHECKING:
     from dispatcher.features.sequences.turns import Turn

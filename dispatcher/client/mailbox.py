@@ -32,8 +32,9 @@ from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis import producer
 from dispatcher.queue.redis.producer import ResultBox
 from dispatcher.queue.redis.scripts import ScriptRunner
-from dispatcher.requests.result import PoppedResult, decode_result
+from dispatcher.requests.result import decode_result
 from dispatcher.requests.submission import QueueUnavailableError
+from dispatcher.wire_format import PoppedResult
 
 _log = logging.getLogger("batch_dispatcher.client")
 WAIT_S = 5.0

@@ -12,8 +12,8 @@ import msgspec
 from dispatcher.client.errors import NoResultError
 from dispatcher.common.errors import BatchError
 from dispatcher.requests.answer_text import extract_answer_text
-from dispatcher.requests.result import ErrorCode, PoppedResult
 from dispatcher.requests.usage import parse_token_usage
+from dispatcher.wire_format import ErrorCode, PoppedResult
 
 _MAX_SHOWN_CHARS = 200
 

@@ -25,7 +25,8 @@ from dispatcher.requests.outcomes.judge import (
 )
 from dispatcher.requests.outcomes.outcome import Delivered, Failed, FailureKind, Outcome, Refused, RetryPolicy
 from dispatcher.requests.request import Rejection, Request
-from dispatcher.requests.result import ErrorCode, encode_answer, encode_bad_list, encode_failure
+from dispatcher.requests.result import encode_answer, encode_bad_list, encode_failure
+from dispatcher.wire_format import ErrorCode
 
 Completion = Settlement | Release | DeadLetter
 

@@ -27,7 +27,6 @@ from dispatcher.requests.outcomes.outcome import (
 )
 from dispatcher.requests.outcomes.recent_attempts import RecentAttempts
 from dispatcher.requests.request import Request
-from dispatcher.requests.result import ErrorCode
 from dispatcher.requests.routing import parse_trace_context
 from dispatcher.requests.usage import parse_token_usage
 from dispatcher.telemetry import catalogue as series
@@ -35,6 +34,7 @@ from dispatcher.telemetry.events import Event, bind_event_fields, emit, is_debug
 from dispatcher.telemetry.metrics import Metrics
 from dispatcher.telemetry.series import OTHER_LABEL
 from dispatcher.telemetry.tracing import DeliveryTrace, Tracing
+from dispatcher.wire_format import ErrorCode
 
 _STEP_NAMES = {Settlement: "settle", Release: "release", DeadLetter: "dead-letter"}
 """Names of the queue steps that end a lease."""

@@ -6,9 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from dispatcher.requests.found_request import FoundRequest, LookupPage, RequestLocation, SearchTerms
+from dispatcher.queue.keys import CLOSED_LANES
+from dispatcher.requests.found_request import CLAIMABLE_LOCATIONS, FoundRequest, LookupPage, SearchTerms
 from dispatcher.requests.queue_counts import QueueCounts
 from dispatcher.requests.submission import Submission
+
+WAITING_LOCATIONS = (*CLAIMABLE_LOCATIONS, *CLOSED_LANES)
+"""Locations of requests that wait in the queue."""
 
 T = TypeVar("T")
 
@@ -68,7 +72,7 @@ class QueueAdmin(Protocol):
         ...
 
     async def list_requests(
-        self, state: RequestLocation, max_count: int, after: str = "", *, full_members: bool = False
+        self, state: str, max_count: int, after: str = "", *, full_members: bool = False
     ) -> LookupPage:
         """Return a page of the requests in one location, in order.
 

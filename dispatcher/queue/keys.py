@@ -12,7 +12,7 @@ from functools import cached_property
 from dispatcher.common.patterns import matches_any
 from dispatcher.queue.lua_files import ALL_FEATURES, FEATURE_KEYS, FEATURE_POOL_KEYS, LUA_FEATURES, OTHER_KEYS
 from dispatcher.requests.cluster_slot import explain_brace_fault, extract_hash_tag
-from dispatcher.requests.lanes import CLOSED_LANES, Lane
+from dispatcher.requests.lanes import Lane
 from dispatcher.requests.result_lists import CLIENT_LISTS, default_patterns
 
 FOREIGN_ACTIVE_PREFIX = "request-active:"
@@ -60,7 +60,11 @@ LANE_LETTERS = {
     )
     if SCRIPT_KEYS[key][0] == lane.value
 }
-"""Letters by which scripts name the lanes of this program."""
+"""Letters by which scripts name the lanes that a claim may take requests from."""
+CLOSED_LANES = {
+    SCRIPT_KEYS[each.lane[0]][0]: each.lane[1] for each in LUA_FEATURES.values() if "closed" in each.lane
+}
+"""Letter of each closed lane, by its name."""
 IDENTITIES_SUFFIX = "pool-identities"
 _LASTING_ENDINGS = tuple(
     f":{suffix}"
@@ -197,7 +201,7 @@ class QueueNames:
     @property
     def claimable_keys(self) -> tuple[str, ...]:
         """Keys of the sets from which a claim takes requests."""
-        lanes = (f"{self.queue_prefix}:{lane.value}" for lane in Lane if lane not in CLOSED_LANES)
+        lanes = (f"{self.queue_prefix}:{lane.value}" for lane in Lane)
         return self.queue, f"{self.queue_prefix}:returned", *lanes
 
     @property

@@ -17,16 +17,15 @@ if TYPE_CHECKING:
 
 
 class RequestLocation(StrEnum):
+    """A place in the queue. A closed lane of a feature is one, too, and is named as its set in Redis
+    (`queue.admin_contract.WAITING_LOCATIONS`)."""
+
     PENDING = "pending"
     """The request was never claimed."""
     RETURNED = "returned"
     """The request was returned to its place in the queue."""
     SUSPECT = "suspect"
     """The request was returned because its owners died. Only a few suspects run at once."""
-    SEQUENCED = "sequenced"
-    """The request waits for the end of an earlier one."""
-    WAITING_FOR_MODEL = "waiting-for-model"
-    """The model of the request is not served."""
     STARTED = "started"
     """Earlier calls have generated a part of the answer, and the request waits for its next call."""
     DELAYED = "delayed"
@@ -37,25 +36,24 @@ class RequestLocation(StrEnum):
 LOCATION_BY_LANE: Mapping[Lane, RequestLocation] = MappingProxyType(
     {
         Lane.SUSPECTS: RequestLocation.SUSPECT,
-        Lane.SEQUENCED: RequestLocation.SEQUENCED,
-        Lane.WAITING_FOR_MODEL: RequestLocation.WAITING_FOR_MODEL,
         Lane.STARTED: RequestLocation.STARTED,
     }
 )
 """The location for each lane."""
-QUEUED_LOCATIONS = (
+CLAIMABLE_LOCATIONS = (
     RequestLocation.PENDING,
     RequestLocation.RETURNED,
     *(LOCATION_BY_LANE[lane] for lane in Lane),
 )
-"""Locations of requests that wait in the queue. Claims take from these, except from closed lanes."""
+"""Locations from which claims take requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundRequest:
     """A request at one moment, with its location and the state that the queue keeps for it."""
 
-    location: RequestLocation
+    location: str
+    """A `RequestLocation`, or the name of a closed lane."""
     member: bytes
     """The bytes of the request. For a long member, unless the whole was asked for, its first bytes
     (requests/oversize.py)."""

@@ -4,11 +4,12 @@ at once.
 The state of a request determines its lane (`choose_lane`), and the request keeps its place in the order,
 except that started requests go before all others of their priority (`score.floor_to_priority`). With each
 claim an owner says how many requests of each lane it may lease, by the rule of that lane (kernel/lanes.py).
-Requests beyond that are skipped at no cost, because the set of a full lane is not read. No claim takes
-requests from a closed lane; a step of the queue moves them out of it.
+Requests beyond that are skipped at no cost, because the set of a full lane is not read. A new lane needs a
+member of `Lane`, a set and a letter in the Lua file of its feature (queue/lua_files.py), a location in
+requests/found_request.py, and a rule.
 
-A new lane needs a member of `Lane`, a set and a letter in the Lua file of its feature (queue/lua_files.py), a
-location in requests/found_request.py, and a rule.
+A feature may also have a closed lane, from which no claim takes requests: a step of the queue moves them out
+of it. Only the Lua file of the feature declares it.
 """
 
 from __future__ import annotations
@@ -38,23 +39,17 @@ class Lane(enum.Enum):
 
     SUSPECTS = "suspects"
     """The owners of the request died so often that the request may be the cause."""
-    SEQUENCED = "sequenced"
-    """An earlier request has to end first. Closed: the end of the earlier request moves it out."""
-    WAITING_FOR_MODEL = "waiting-for-model"
-    """The model of the request is not served. Closed: the owner that sees the model served moves it out."""
     STARTED = "started"
     """Earlier calls have generated a part of the answer (`Release.progress`), and the request waits for its
     next call. It goes before all requests of its priority that have not started."""
 
 
-CLOSED_LANES = frozenset({Lane.SEQUENCED, Lane.WAITING_FOR_MODEL})
 ONE_PER_LANE: Mapping[Lane, int] = MappingProxyType(dict.fromkeys(Lane, 1))
 
 
 def compute_lane_room(lanes: Mapping[Lane, int]) -> dict[Lane, int]:
-    """Return how many requests of each lane a claim with these numbers may take. 0 for lanes that are closed
-    or missing."""
-    return {lane: 0 if lane in CLOSED_LANES else max(0, lanes.get(lane, 0)) for lane in ONE_PER_LANE}
+    """Return how many requests of each lane a claim with these numbers may take. 0 for missing lanes."""
+    return {lane: max(0, lanes.get(lane, 0)) for lane in ONE_PER_LANE}
 
 
 def choose_lane(deaths: int, *, has_progress: bool = False) -> Lane | None:
@@ -65,7 +60,7 @@ def choose_lane(deaths: int, *, has_progress: bool = False) -> Lane | None:
     return Lane.STARTED if has_progress else None
 
 
-def rank_in_queue(score: float, lane: Lane | None) -> tuple[float, bool]:
+def rank_in_queue(score: float, lane: Lane | str | None) -> tuple[float, bool]:
     """Return what orders requests of different lanes: started ones go before all others of their priority."""
     return (floor_to_priority(score), False) if lane is Lane.STARTED else (score, True)
 

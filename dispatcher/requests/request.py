@@ -23,20 +23,16 @@ from dispatcher.requests.duplicate_keys import collect_outer_keys
 from dispatcher.requests.headers import NAME as HEADER_NAME
 from dispatcher.requests.headers import VALUE as HEADER_VALUE
 from dispatcher.requests.oversize import MAX_ENVELOPE_BYTES, parse_cut_size
-from dispatcher.requests.result import ErrorCode
 from dispatcher.requests.score import PRIORITY_STEP
 from dispatcher.requests.submission_time import parse_submission_time
 from dispatcher.requests.surrogates import replace_surrogates
+from dispatcher.wire_format import ErrorCode
 
 MAX_ID_BYTES = 1024
 """An id is part of two Redis keys and is sent as a header. A longer one would be refused by the gateway."""
 MAX_HEADERS_CHARS = 16_384
 """Limit for names and values of a request's own headers. Gateways refuse longer ones, and some close the
 connection."""
-
-
-ONE_CALL = {"slicing": "off"}
-"""Metadata by which a producer says that a request is sent in one call."""
 _MESSAGE_CHARS = 200
 
 

@@ -33,11 +33,11 @@ from dispatcher.requests.outcomes.outcome import (
     Unsent,
 )
 from dispatcher.requests.outcomes.server_overload import SERVER_FULL
-from dispatcher.requests.result import ErrorCode
 from dispatcher.settings.signals import Source
 from dispatcher.telemetry.events import Event
 from dispatcher.telemetry.series import OTHER_LABEL, SeriesList
 from dispatcher.telemetry.status import CAPACITY_SOURCES
+from dispatcher.wire_format import ErrorCode
 
 CATALOGUE = SeriesList()
 

@@ -22,8 +22,9 @@ from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.owner import QueueOptions, RedisQueue
 from dispatcher.requests.lanes import Lane
-from dispatcher.requests.result import ErrorCode, encode_failure
+from dispatcher.requests.result import encode_failure
 from dispatcher.requests.submission import QueueUnavailableError
+from dispatcher.wire_format import ErrorCode
 
 NAMES = QueueNames("chaos:{pool}:requests", "chaos:{pool}:results")
 LIMIT = 64

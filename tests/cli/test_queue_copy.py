@@ -43,7 +43,7 @@ class ShrinkingQueue(RedisQueueAdmin):
     """A queue in which three requests expire after its first page was read."""
 
     async def list_requests(
-        self, state: RequestLocation, max_count: int, after: str = "", *, full_members: bool = False
+        self, state: str, max_count: int, after: str = "", *, full_members: bool = False
     ) -> LookupPage:
         page = await super().list_requests(state, max_count, after, full_members=full_members)
         if state is RequestLocation.PENDING and not after:

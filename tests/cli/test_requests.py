@@ -30,14 +30,9 @@ from dispatcher.requests.outcomes.outcome import (
     RetryPolicy,
 )
 from dispatcher.requests.request import encode_member, parse_member
-from dispatcher.requests.result import (
-    ErrorCode,
-    add_partial_answer,
-    decode_result,
-    encode_answer,
-    encode_failure,
-)
+from dispatcher.requests.result import add_partial_answer, decode_result, encode_answer, encode_failure
 from dispatcher.requests.submission import Submission
+from dispatcher.wire_format import ErrorCode
 from tests.fork_server import forked_process, run_cli
 from tests.queue.factories import OwnerAndAdmin, claim, queues
 from tests.queue.servers import ENGINES, Server, server

@@ -12,8 +12,9 @@ from typing import TypeVar
 from dispatcher.queue.contract import ClaimResult, Settlement
 from dispatcher.queue.keys import QueueNames
 from dispatcher.requests.request import Request, parse_member
-from dispatcher.requests.result import ErrorCode, encode_answer, encode_failure
+from dispatcher.requests.result import encode_answer, encode_failure
 from dispatcher.requests.submission import QueueUnavailableError
+from dispatcher.wire_format import ErrorCode
 from tests.queue.factories import OwnerAndAdmin, permit
 
 T = TypeVar("T")

@@ -31,7 +31,7 @@ def test_client_needs_only_redis_and_msgspec() -> None:
     )
     packages = {name.split(".")[1] for name in loaded.splitlines()[-1].split()}
     assert not any(name.startswith("dispatcher.batched") for name in loaded.split()), "loaded only on use"
-    allowed = {"client", "common", "features", "queue", "requests", "telemetry"}
+    allowed = {"client", "common", "features", "queue", "requests", "telemetry", "wire_format"}
     assert packages == allowed, "no part of the dispatcher itself"
     loaded_on_use = {"batch_files", "named_streams", "sequences.client"}
     assert not {f"dispatcher.features.{name}" for name in loaded_on_use} & set(loaded.split())

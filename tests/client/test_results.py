@@ -26,7 +26,8 @@ from dispatcher.client import (
 from dispatcher.lab.standin.config import Config
 from dispatcher.lab.standin.live import LiveWorld
 from dispatcher.requests.request import Request
-from dispatcher.requests.result import ErrorCode, add_partial_answer, encode_answer, encode_failure
+from dispatcher.requests.result import add_partial_answer, encode_answer, encode_failure
+from dispatcher.wire_format import ErrorCode
 from tests.client.fake_dispatcher import NAMES, POOL, FakeDispatcher, fail_with
 from tests.queue.factories import queues
 from tests.queue.key_checks import assert_only_known_keys

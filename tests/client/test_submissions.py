@@ -21,7 +21,8 @@ from dispatcher.client import (
     TooManyPendingError,
 )
 from dispatcher.requests.request import Request, parse_member
-from dispatcher.requests.result import ErrorCode, encode_answer
+from dispatcher.requests.result import encode_answer
+from dispatcher.wire_format import ErrorCode
 from tests.client.fake_dispatcher import POOL, FakeDispatcher, echo, fail_with
 from tests.queue.factories import claim
 from tests.queue.servers import Server

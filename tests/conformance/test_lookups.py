@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from dispatcher.features.models.queue import waiting
 from dispatcher.features.models.queue.waiting import ModelWait
+from dispatcher.features.sequences import turns
 from dispatcher.features.sequences.decisions import SequenceTerms
 from dispatcher.features.sequences.turns import Turn
 from dispatcher.queue.admin_contract import QueueAdmin
@@ -39,7 +41,7 @@ async def search_all(desk: QueueAdmin, *words: str, entries_only: bool = False) 
     return sorted(found, key=lambda each: (each.score, each.member, each.entry))
 
 
-async def list_ids(world: World, state: RequestLocation) -> list[FoundRequest]:
+async def list_ids(world: World, state: str) -> list[FoundRequest]:
     return list(await read_all_pages(lambda after: world.queue_admin.list_requests(state, 2, after)))
 
 
@@ -53,13 +55,13 @@ def submission(request_id: str, score: float = LATER) -> Submission:
     return Submission(made, score, request_id, token, LATER)
 
 
-async def submit_to_every_location(world: World) -> dict[RequestLocation, str]:
+async def submit_to_every_location(world: World) -> dict[str, str]:
     """Submit one request to each location. Return their ids by location."""
     owner = world.owner("owner-1")
-    names = {state: f"is-{state}" for state in W}
+    names: dict[str, str] = {state: f"is-{state}" for state in (*W, turns.LANE, waiting.LANE)}
     order = (
-        *(W.SUSPECT, W.DEAD, W.DELAYED, W.RETURNED, W.LEASED, W.SEQUENCED),
-        *(W.WAITING_FOR_MODEL, W.STARTED),
+        *(W.SUSPECT, W.DEAD, W.DELAYED, W.RETURNED, W.LEASED, turns.LANE),
+        *(waiting.LANE, W.STARTED),
     )
     for at, state in enumerate(order):
         await world.queue_admin.submit([submission(names[state], NOW + 100_000 + at)])
@@ -89,7 +91,7 @@ async def test_each_request_is_listed_at_its_location_with_its_state(world: Worl
     (leased,) = await list_ids(world, W.LEASED)
     (dead,) = await list_ids(world, W.DEAD)
     (pending,) = await list_ids(world, W.PENDING)
-    (awaiting,) = await list_ids(world, W.WAITING_FOR_MODEL)
+    (awaiting,) = await list_ids(world, waiting.LANE)
     assert (awaiting.missing_model, suspect.missing_model) == ("absent", "")
     assert (suspect.deaths, leased.owner, dead.reason, pending.entry) == (2, "owner-1", "it broke", 0)
     assert (delayed.attempts, delayed.refusals, delayed.units) == (1, 1, 3)
@@ -179,8 +181,8 @@ async def test_results_are_read_oldest_first_and_taken_one_by_one(world: World) 
 @pytest.mark.features
 async def test_restored_request_keeps_its_location_and_is_restored_once(world: World) -> None:
     names = await submit_to_every_location(world)
-    (second,) = await list_ids(world, W.SEQUENCED)
-    anew = (W.LEASED, W.SEQUENCED, W.WAITING_FOR_MODEL, W.STARTED)
+    (second,) = await list_ids(world, turns.LANE)
+    anew = (W.LEASED, turns.LANE, waiting.LANE, W.STARTED)
     before = {state: await list_ids(world, state) for state in W if state not in anew}
     found = [one for each in before.values() for one in each]
     far = world.open_other_queue("batch:{qwen}:other")

@@ -19,7 +19,7 @@ from dispatcher.features.sequences.queue import open_sequences
 from dispatcher.features.sequences.queue.turn_end import TurnEnd
 from dispatcher.features.sequences.turns import SequenceStatus
 from dispatcher.queue.contract import Queue, SettleStatus
-from dispatcher.requests.result import ErrorCode
+from dispatcher.wire_format import ErrorCode
 from tests.conformance.sequence_steps import (
     LATER,
     TERMS,

@@ -17,7 +17,7 @@ from dispatcher.features.sequences.queue.turn_end import TurnEnd
 from dispatcher.features.sequences.turns import SequenceStatus, Turn
 from dispatcher.queue.contract import Lease, Queue, Settlement
 from dispatcher.queue.lua_files import FEATURE_CONSTANTS
-from dispatcher.requests.result import ErrorCode
+from dispatcher.wire_format import ErrorCode
 from tests.conformance.sequence_steps import (
     LATER,
     NO_LEASE,

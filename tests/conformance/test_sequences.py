@@ -23,7 +23,7 @@ from dispatcher.features.sequences.decisions import (
 )
 from dispatcher.features.sequences.queue import open_sequences
 from dispatcher.features.sequences.queue.turn_end import TurnEnd
-from dispatcher.features.sequences.turns import OnError, SequenceSnapshot, SequenceStatus, Turn
+from dispatcher.features.sequences.turns import LANE, OnError, SequenceSnapshot, SequenceStatus, Turn
 from dispatcher.queue.contract import (
     DeadLetter,
     EndAndClaimResult,
@@ -34,8 +34,7 @@ from dispatcher.queue.contract import (
     Settlement,
     SettleStatus,
 )
-from dispatcher.requests.found_request import RequestLocation
-from dispatcher.requests.result import ErrorCode
+from dispatcher.wire_format import ErrorCode
 from tests.conformance.sequence_steps import (
     LATER,
     NO_LEASE,
@@ -117,9 +116,7 @@ async def test_waiting_request_counts_no_delivery_and_no_lease(world: World) -> 
     assert lined.lease_counts.live_units == 1
     assert (await queue.count_requests()).pending == 2
     assert (await claim_fully(queue)).claimable_count == 0, "no claim returns them"
-    assert [
-        one.location for one in (await world.queue_admin.list_requests(RequestLocation.SEQUENCED, 9)).requests
-    ] == [RequestLocation.SEQUENCED] * 2
+    assert [one.location for one in (await world.queue_admin.list_requests(LANE, 9)).requests] == [LANE] * 2
     await finish_request(queue, reply.leases[0])
     lease = await claim_next_turn(queue)
     assert lease.deliveries == 1

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from dispatcher.features.models.counts import ModelCounts
-from dispatcher.features.models.queue.waiting import MAX_RETURNED_PER_CALL, ModelWait, ReturnedRequests
+from dispatcher.features.models.queue.waiting import LANE, MAX_RETURNED_PER_CALL, ModelWait, ReturnedRequests
 from dispatcher.features.sequences.decisions import (
     SequenceTerms,
     TurnGranted,
@@ -56,7 +56,7 @@ async def release_to_wait_for_models(
 
 
 async def count_waiting(world: World) -> list[FoundRequest]:
-    return list((await world.queue_admin.list_requests(RequestLocation.WAITING_FOR_MODEL, 100)).requests)
+    return list((await world.queue_admin.list_requests(LANE, 100)).requests)
 
 
 @pytest.mark.server

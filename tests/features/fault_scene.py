@@ -26,9 +26,10 @@ from dispatcher.kernel.options import index_options
 from dispatcher.limit.budget import Reading, Signal
 from dispatcher.requests.outcomes.outcome import RetryPolicy
 from dispatcher.requests.request import Request, encode_member
-from dispatcher.requests.result import PoppedResult, decode_result
+from dispatcher.requests.result import decode_result
 from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.events import Event
+from dispatcher.wire_format import PoppedResult
 from tests.features.merging.embedding_gateway import EmbeddingGateway
 from tests.features.models.model_scene import update_listings
 from tests.features.scene import Scene, run_in_scene

@@ -48,7 +48,7 @@ from dispatcher.queue.requeue import build_resubmission
 from dispatcher.requests.outcomes.outcome import classify_answer
 from dispatcher.requests.outcomes.retry_after import MAX_RETRY_AFTER_S
 from dispatcher.requests.request import Rejection, encode_member, parse_member
-from dispatcher.requests.result import PoppedResult, decode_result, encode_answer
+from dispatcher.requests.result import decode_result, encode_answer
 from dispatcher.requests.usage import parse_token_usage
 from dispatcher.service.admin import AdminLimits
 from dispatcher.settings.effective import settings_as_json
@@ -63,6 +63,7 @@ from dispatcher.signals.prometheus.instant_query import QueryError, parse_docume
 from dispatcher.signals.prometheus.session import PrometheusAddress
 from dispatcher.signals.prometheus.source import PrometheusSource
 from dispatcher.signals.readings import PickerFacts, derive_readings, list_possible_signals
+from dispatcher.wire_format import PoppedResult
 from tests.features.batch_files.files import make_changed_line, make_line
 from tests.fuzz import slice_inputs
 from tests.fuzz.mutations import FUZZ_S, MB, find_problem, generate_inputs

@@ -21,8 +21,8 @@ from dispatcher.queue.contract import DeadLetter, Lease, Permit, Settlement
 from dispatcher.requests.lease_validity import LeaseValidity
 from dispatcher.requests.outcomes.outcome import RetryPolicy
 from dispatcher.requests.request import Request
-from dispatcher.requests.result import ErrorCode
 from dispatcher.telemetry.metrics import Metrics
+from dispatcher.wire_format import ErrorCode
 from tests.kernel.scene import AnsweringGateway, lease, open_limiter, request
 from tests.memory_queue import MemoryStore
 from tests.queue.factories import member

@@ -36,8 +36,8 @@ from dispatcher.requests.outcomes.outcome import (
     UncountedError,
 )
 from dispatcher.requests.request import Request
-from dispatcher.requests.result import ErrorCode
 from dispatcher.telemetry.metrics import Metrics
+from dispatcher.wire_format import ErrorCode
 from tests.kernel.scene import lease, open_limiter, request
 from tests.memory_queue import MemoryStore
 

@@ -26,7 +26,8 @@ from dispatcher.requests.outcomes.outcome import (
     Unsent,
 )
 from dispatcher.requests.request import Rejection
-from dispatcher.requests.result import ErrorCode, decode_result
+from dispatcher.requests.result import decode_result
+from dispatcher.wire_format import ErrorCode
 from tests.kernel.scene import lease, request
 
 LEASE = lease(7)

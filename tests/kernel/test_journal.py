@@ -27,11 +27,11 @@ from dispatcher.requests.outcomes.outcome import (
     UncountedError,
     Unreachable,
 )
-from dispatcher.requests.result import ErrorCode
 from dispatcher.telemetry import catalogue as series
 from dispatcher.telemetry.events import Event, divert_events, enable_debug_events
 from dispatcher.telemetry.metrics import Metrics
 from dispatcher.telemetry.series import Series
+from dispatcher.wire_format import ErrorCode
 from tests.kernel.scene import lease, open_limiter, request
 
 UNIX_NOW = 1_000_000.0

@@ -20,9 +20,10 @@ from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.requests.outcomes.outcome import RetryPolicy
 from dispatcher.requests.request import encode_member
-from dispatcher.requests.result import ErrorCode, decode_result
+from dispatcher.requests.result import decode_result
 from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.metrics import Metrics
+from dispatcher.wire_format import ErrorCode
 from tests.kernel.scene import AnsweringGateway, open_limiter
 from tests.memory_queue import MemoryStore
 

@@ -13,9 +13,9 @@ from dispatcher.queue.contract import Release
 from dispatcher.requests.outcomes.outcome import RetryPolicy
 from dispatcher.requests.queue_timeouts import RuleTimeout, TimeoutAction, TimeoutOptions
 from dispatcher.requests.request import encode_member
-from dispatcher.requests.result import ErrorCode
 from dispatcher.requests.score import compute_score
 from dispatcher.requests.submission import Submission
+from dispatcher.wire_format import ErrorCode
 from tests.kernel.scene import Scene, UnreachableGateway, read_results, run_in_scene
 from tests.queue.factories import claim
 

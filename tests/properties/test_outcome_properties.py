@@ -28,7 +28,7 @@ from dispatcher.requests.outcomes.outcome import (
     classify_answer,
 )
 from dispatcher.requests.outcomes.retry_after import MAX_RETRY_AFTER_S, parse_retry_after
-from dispatcher.requests.result import ErrorCode
+from dispatcher.wire_format import ErrorCode
 
 seconds = st.floats(0, 1e9)
 statuses = st.integers(0, 1200)

@@ -23,7 +23,7 @@ from hypothesis.stateful import precondition, rule
 
 from dispatcher.features.models.counts import ModelCounts
 from dispatcher.features.models.queue.calls import ModelCalls
-from dispatcher.features.models.queue.waiting import ModelWait
+from dispatcher.features.models.queue.waiting import LANE, ModelWait
 from dispatcher.queue.contract import ClaimResult, DeadLetter, Overload, Permit, Release, Settlement
 from dispatcher.requests.lanes import Lane, rank_in_queue
 from dispatcher.requests.result import encode_answer
@@ -651,7 +651,7 @@ class QueueModel(QueueComparison):
         real, twin = (list(side.values()) for side in overdue)
         entries_by_location = {entry.location_token: entry for entry in self.store.queue.entries.values()}
         self.event_counts["expired waiting for model"] += sum(
-            entry.closed_lane is Lane.WAITING_FOR_MODEL
+            entry.closed_lane == LANE
             for one in twin
             if (entry := entries_by_location.get(one.location)) is not None
         )

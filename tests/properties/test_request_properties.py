@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.requests.request import Rejection, Request, encode_member, parse_member
-from dispatcher.requests.result import ErrorCode, decode_result, encode_answer, encode_failure
+from dispatcher.requests.result import decode_result, encode_answer, encode_failure
 from dispatcher.requests.score import PRIORITY_STEP, compute_score, decode_deadline
+from dispatcher.wire_format import ErrorCode
 
 text = st.text(st.characters(codec="utf-8"))
 ids = st.text(st.characters(codec="utf-8"), min_size=1, max_size=200)

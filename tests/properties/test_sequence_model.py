@@ -30,9 +30,8 @@ from dispatcher.features.sequences.queue import open_sequences
 from dispatcher.features.sequences.queue.calls import SequenceCalls
 from dispatcher.features.sequences.queue.steps import decode_granted_turn
 from dispatcher.features.sequences.queue.turn_end import TurnEnd
-from dispatcher.features.sequences.turns import OnError, SequenceSnapshot, SequenceStatus, Turn
+from dispatcher.features.sequences.turns import LANE, OnError, SequenceSnapshot, SequenceStatus, Turn
 from dispatcher.queue.contract import DeadLetter, Release, Settlement
-from dispatcher.requests.lanes import Lane
 from dispatcher.requests.model_names import parse_model
 from dispatcher.requests.request import Request, parse_member
 from tests.properties import queue_oracle
@@ -626,9 +625,7 @@ class SequenceModel(QueueComparison):
         turn_names = [name[34:] for name, _ in state["sequences:turns"]]
         assert waiting == {int(name) for name in turn_names if not name.startswith(b"-")}
         queue = self.store.queue
-        assert waiting == {
-            entry.id for entry in queue.entries.values() if entry.closed_lane is Lane.SEQUENCED
-        }
+        assert waiting == {entry.id for entry in queue.entries.values() if entry.closed_lane == LANE}
         passed_count = sum(name.startswith(b"-") for name in turn_names)
         closed_count = len(state["sequences:closed-runs"])
         assert closed_count == len(queue.sequences.closed_runs)

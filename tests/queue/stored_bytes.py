@@ -39,8 +39,9 @@ from dispatcher.queue.redis import lua_scripts
 from dispatcher.queue.redis.clock import ServerClock
 from dispatcher.requests.lanes import Lane
 from dispatcher.requests.request import encode_member
-from dispatcher.requests.result import ErrorCode, add_partial_answer, encode_answer, encode_failure
+from dispatcher.requests.result import add_partial_answer, encode_answer, encode_failure
 from dispatcher.requests.submission import Submission
+from dispatcher.wire_format import ErrorCode
 from tests.queue.factories import OwnerAndAdmin, queues
 from tests.queue.servers import Server, server
 

@@ -11,7 +11,9 @@ import redis.asyncio
 
 import dispatcher.queue
 from dispatcher.features.models.counts import ModelCounts
+from dispatcher.features.models.queue import waiting
 from dispatcher.features.models.queue.waiting import ModelWait
+from dispatcher.features.sequences import turns
 from dispatcher.features.sequences.decisions import (
     SequenceTerms,
     TurnGranted,
@@ -19,6 +21,7 @@ from dispatcher.features.sequences.decisions import (
 from dispatcher.features.sequences.queue.turn_end import TurnEnd
 from dispatcher.features.sequences.turns import Turn
 from dispatcher.queue.contract import DeadLetter, Lease, Release
+from dispatcher.queue.keys import CLOSED_LANES
 from dispatcher.queue.lua_files import LUA_FEATURES
 from dispatcher.requests.found_request import LOCATION_BY_LANE
 from dispatcher.requests.lanes import Lane
@@ -170,6 +173,7 @@ async def test_turn_costs_the_same_with_many_waiting_requests(
 def test_lanes_are_named_only_in_the_tables() -> None:
     """All other code uses these tables, so that a new lane needs no other change."""
     assert set(LOCATION_BY_LANE) == set(Lane)
+    assert set(CLOSED_LANES) == {turns.LANE, waiting.LANE}
     room = Path(dispatcher.queue.__file__).parent
     named = {
         file.name

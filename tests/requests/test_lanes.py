@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.requests.lanes import (
-    CLOSED_LANES,
     MAX_MODEL_NAME_BYTES,
     Lane,
     compute_lane_room,
@@ -15,10 +14,9 @@ from dispatcher.requests.lanes import (
 )
 
 
-def test_closed_lanes_have_no_room() -> None:
-    assert compute_lane_room(dict.fromkeys(Lane, 9)) == {
-        lane: 0 if lane in CLOSED_LANES else 9 for lane in Lane
-    }
+def test_a_lane_that_is_not_named_has_no_room() -> None:
+    assert compute_lane_room({Lane.STARTED: 9}) == {Lane.SUSPECTS: 0, Lane.STARTED: 9}
+    assert compute_lane_room({Lane.SUSPECTS: -1}) == {Lane.SUSPECTS: 0, Lane.STARTED: 0}
 
 
 @given(st.text(st.characters(), max_size=400))

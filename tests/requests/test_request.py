@@ -9,14 +9,9 @@ import pytest
 
 from dispatcher.requests.oversize import MAX_ENVELOPE_BYTES, cut_member
 from dispatcher.requests.request import MAX_HEADERS_CHARS, Rejection, Request, encode_member, parse_member
-from dispatcher.requests.result import (
-    ErrorCode,
-    decode_result,
-    encode_answer,
-    encode_bad_list,
-    encode_failure,
-)
+from dispatcher.requests.result import decode_result, encode_answer, encode_bad_list, encode_failure
 from dispatcher.requests.score import compute_score, decode_deadline
+from dispatcher.wire_format import ErrorCode
 
 INTERNAL = b'"internal":{"request_token":"tok","result_queue_name":"list"}'
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from dispatcher.requests.request import Request, parse_member
-from dispatcher.requests.result import ErrorCode, encode_answer, encode_failure
+from dispatcher.requests.result import encode_answer, encode_failure
+from dispatcher.wire_format import ErrorCode
 from tests.scenarios.example_programs import EXAMPLES_DIR, PROGRAM_BUILDERS, build_go_program, run_program
 from tests.scenarios.processes import NAMES, Stage
 from tests.support import require_tool, wait_until_sync

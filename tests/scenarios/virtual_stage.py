@@ -28,12 +28,13 @@ from dispatcher.limit.budget import Policy, Reading, Reason, Signal
 from dispatcher.limit.poll import Poll
 from dispatcher.requests.outcomes.outcome import Outcome, RetryPolicy, Unreachable
 from dispatcher.requests.request import Request, encode_member
-from dispatcher.requests.result import PoppedResult, decode_result
+from dispatcher.requests.result import decode_result
 from dispatcher.requests.score import compute_score
 from dispatcher.requests.submission import Submission
 from dispatcher.requests.units import compute_units
 from dispatcher.telemetry.events import Event, divert_events
 from dispatcher.telemetry.metrics import Metrics as Counters
+from dispatcher.wire_format import PoppedResult
 from tests.memory_queue import MemoryStore
 
 TOKEN = "0" * 32

@@ -19,6 +19,7 @@ ALLOWED_PACKAGES = {
     "dispatcher.common": {"msgspec"},
     "dispatcher.limit": {"msgspec"},
     "dispatcher.requests": {"msgspec"},
+    "dispatcher.wire_format": {"msgspec"},
     "dispatcher.features": {"msgspec"},
     "dispatcher.features.batch_files.cli": {"msgspec", "typer"},
     "dispatcher.features.batch_files.display": {"rich"},

@@ -27,7 +27,6 @@ from dispatcher.queue.keys import QueueNames
 from dispatcher.requests.headers import DROP_REASON
 from dispatcher.requests.outcomes.outcome import RetryPolicy
 from dispatcher.requests.request import encode_member
-from dispatcher.requests.result import ErrorCode
 from dispatcher.requests.submission import Submission
 from dispatcher.service.service import open_queue
 from dispatcher.settings.load import parse_settings
@@ -36,6 +35,7 @@ from dispatcher.telemetry.events import add_sink
 from dispatcher.telemetry.metrics import Metrics
 from dispatcher.telemetry.otlp import SpanSender
 from dispatcher.telemetry.tracing import EndedSpan, Tracing
+from dispatcher.wire_format import ErrorCode
 from tests.gateway.scripted_server import Connection, Script, Server, options, serving
 from tests.memory_queue import MemoryStore
 from tests.queue.servers import server

@@ -40,11 +40,11 @@ from dispatcher.features.batch_files.run_options import (
 )
 from dispatcher.features.batch_files.sinks import FileSink, Sink, StreamSink, check_written_file
 from dispatcher.queue.keys import QueueNames
-from dispatcher.requests.request import ONE_CALL, encode_member
-from dispatcher.requests.result import ErrorCode, PoppedResult
+from dispatcher.requests.request import encode_member
 from dispatcher.requests.score import compute_score
 from dispatcher.requests.submission import Submission
 from dispatcher.requests.usage import parse_token_usage
+from dispatcher.wire_format import ONE_CALL, ErrorCode, PoppedResult
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from dispatcher.features.batch_files.journal import RunFacts
 from dispatcher.queue.keys import QueueNames
 from dispatcher.requests.cluster_slot import extract_hash_tag
-from dispatcher.requests.result import PoppedResult
+from dispatcher.wire_format import PoppedResult
 
 
 class JobNames:

@@ -15,8 +15,9 @@ from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.connect import connect, describe_address
 from dispatcher.queue.redis.producer import CollectReply, ResultBox
 from dispatcher.queue.redis.scripts import ScriptRunner
-from dispatcher.requests.result import PoppedResult, decode_result
+from dispatcher.requests.result import decode_result
 from dispatcher.requests.submission import Submission
+from dispatcher.wire_format import PoppedResult
 
 T = TypeVar("T")
 

@@ -18,9 +18,9 @@ import msgspec
 from dispatcher.common.patterns import matches_any
 from dispatcher.common.printable import truncate_text
 from dispatcher.features.batch_files.line_sequences import LineTurn, TurnFaultError, parse_turn
-from dispatcher.requests.result import ErrorCode, PoppedResult
 from dispatcher.requests.routing import is_plain_path
 from dispatcher.requests.surrogates import replace_surrogates
+from dispatcher.wire_format import ErrorCode, PoppedResult
 
 MAX_CUSTOM_ID_CHARS = 1024
 DEFAULT_URLS = ("/v1/*",)

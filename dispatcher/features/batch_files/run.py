@@ -24,8 +24,8 @@ from dispatcher.features.batch_files.run_options import FileOptions, FilePaths, 
 from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis.producer import MAX_COLLECTED
 from dispatcher.queue.redis.scripts import MAX_SCRIPT_BYTES
-from dispatcher.requests.result import PoppedResult
 from dispatcher.requests.submission import QueueUnavailableError
+from dispatcher.wire_format import PoppedResult
 
 T = TypeVar("T")
 

@@ -56,8 +56,8 @@ from dispatcher.kernel.hooks import FollowUp, LeasePart
 from dispatcher.kernel.in_flight import Attempt, InFlightLease
 from dispatcher.requests.affinity import AffinityOptions
 from dispatcher.requests.outcomes.outcome import Delivered, Failed, FailureKind, TooLarge
-from dispatcher.requests.result import ErrorCode
 from dispatcher.telemetry.events import Event, emit
+from dispatcher.wire_format import ErrorCode
 
 if TYPE_CHECKING:
     from dispatcher.features.merging.rules import BatchRule

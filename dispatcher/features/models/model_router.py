@@ -42,8 +42,8 @@ from dispatcher.limit.health import Cause, WaitingReason
 from dispatcher.queue.contract import Lease, Release
 from dispatcher.requests.model_names import parse_model, quote_model, says_no_model
 from dispatcher.requests.outcomes.outcome import Delivered, ModelNotServed, Outcome
-from dispatcher.requests.result import ErrorCode
 from dispatcher.telemetry.events import Event, emit
+from dispatcher.wire_format import ErrorCode
 
 if TYPE_CHECKING:
     from dispatcher.kernel.claimed_request import ClaimedRequest

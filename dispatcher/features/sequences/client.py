@@ -34,7 +34,7 @@ from dispatcher.features.sequences.turns import (
     Turn,
 )
 from dispatcher.queue.constants import CANCEL_TTL_S
-from dispatcher.requests.result import ErrorCode
+from dispatcher.wire_format import ErrorCode
 
 if TYPE_CHECKING:
     from dispatcher.queue.redis.queue_admin import RedisQueueAdmin

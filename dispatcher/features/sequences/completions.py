@@ -9,7 +9,7 @@ from dispatcher.features.sequences.turns import Turn
 from dispatcher.kernel import completions
 from dispatcher.queue.contract import DeadLetter, Lease, Settlement
 from dispatcher.requests.request import Rejection, Request, parse_member
-from dispatcher.requests.result import ErrorCode
+from dispatcher.wire_format import ErrorCode
 
 _MAX_ID_CHARS, _MAX_CAUSE_CHARS = 80, 300
 """Length limits of the request id and of the cause in errors of later requests of a sequence."""

@@ -12,7 +12,7 @@ import msgspec
 
 from dispatcher.common.patterns import matches_pattern
 from dispatcher.features.sequences.turns import OnError, SequenceSnapshot, SequenceStatus
-from dispatcher.requests.result import ErrorCode
+from dispatcher.wire_format import ErrorCode
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from dispatcher.cli.request_notes import ParsedRequest, RequestNotes
 from dispatcher.common.duration import format_duration
 from dispatcher.features.sequences.queue import open_sequences
-from dispatcher.features.sequences.turns import SequenceStatus
-from dispatcher.requests.found_request import FoundRequest, RequestLocation
+from dispatcher.features.sequences.turns import LANE, SequenceStatus
+from dispatcher.requests.found_request import FoundRequest
 from dispatcher.requests.request import Request
 
 if TYPE_CHECKING:
@@ -24,14 +24,14 @@ class SequenceNotes(RequestNotes):
         return [("sequence", request.extra.id)] if request.extra else []
 
     def format_note(self, found_request: FoundRequest, parsed: ParsedRequest) -> str:
-        if found_request.location is not RequestLocation.SEQUENCED:
+        if found_request.location != LANE:
             return ""
         return "waits for its turn" + ("" if parsed.extra is None else f" in {parsed.extra.id}")
 
     async def explain_obstacle(
         self, admin: RedisQueueAdmin, found_request: FoundRequest, parsed: ParsedRequest
     ) -> str:
-        if found_request.location is not RequestLocation.SEQUENCED or parsed.extra is None:
+        if found_request.location != LANE or parsed.extra is None:
             return ""
         base = f"it waits for its turn in the sequence {parsed.extra.id}"
         if (sequence := await open_sequences(admin).get_sequence(parsed.extra.id)) is None:

@@ -42,7 +42,7 @@ from dispatcher.kernel.hooks import LeasePart
 from dispatcher.queue.contract import Settlement
 from dispatcher.requests.affinity import Affinity, AffinityOptions
 from dispatcher.requests.outcomes.outcome import Delivered
-from dispatcher.requests.result import ErrorCode
+from dispatcher.wire_format import ErrorCode
 
 if TYPE_CHECKING:
     from dispatcher.gateway.contract import AttemptResult

@@ -13,6 +13,8 @@ from hashlib import sha256
 
 import msgspec
 
+LANE = "sequenced"
+"""Closed lane of the requests that wait for the end of an earlier one."""
 MAX_SEQUENCE_ID_BYTES = 256
 MIN_SECRET_CHARS, MAX_SECRET_CHARS = 16, 256
 MAX_INDEX = 10**15 - 1

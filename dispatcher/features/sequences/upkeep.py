@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dispatcher.queue.contract import Settlement, UnleasedRequest
     from dispatcher.requests.queue_counts import QueueCounts
     from dispatcher.requests.request import Request
-    from dispatcher.requests.result import ErrorCode
+    from dispatcher.wire_format import ErrorCode
 
 SEQUENCES = Cause("sequences", "`batch-dispatcher sequences show`")
 

@@ -8,7 +8,8 @@ import msgspec
 
 from dispatcher.features.slices.progress import Progress, decode_progress
 from dispatcher.queue.contract import Settlement
-from dispatcher.requests.result import ErrorCode, add_partial_answer
+from dispatcher.requests.result import add_partial_answer
+from dispatcher.wire_format import ErrorCode
 
 _CODES_WITH_PARTIAL_ANSWER = frozenset(ErrorCode) - {ErrorCode.INVALID_REQUEST}
 """Error codes of results that have what was generated so far. The result of an invalid request may go to a

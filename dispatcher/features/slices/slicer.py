@@ -43,9 +43,10 @@ from dispatcher.kernel.queue_access import loop_time
 from dispatcher.queue.contract import Release
 from dispatcher.requests.affinity import Affinity, AffinityOptions
 from dispatcher.requests.outcomes.outcome import Delivered, Failed, FailureKind, UncountedError
-from dispatcher.requests.request import ONE_CALL, Request
+from dispatcher.requests.request import Request
 from dispatcher.requests.usage import parse_token_usage
 from dispatcher.telemetry.events import Event, emit
+from dispatcher.wire_format import ONE_CALL
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -28,6 +28,10 @@ class Location(Enum):
     GONE = "gone"
 
 
+AnyLane = Lane | str
+"""A lane, or the name of a closed lane of a feature."""
+
+
 class Entry:
     """One accepted request, until its result."""
 
@@ -55,7 +59,7 @@ class Entry:
         self.move_count = 0
         self.units = 0
         """Number of units that it needs, as far as it is known. 0 if it was never leased."""
-        self.closed_lane: Lane | None = None
+        self.closed_lane: str | None = None
         """Lane in which it waits for a feature. `None` if it waits for none."""
         self.deliveries = self.failed_attempts = self.refusals = self.deaths = 0
         self.last_attempt = ""
@@ -66,7 +70,7 @@ class Entry:
         return count_losses(self.deaths) if self.deaths else 0
 
     @property
-    def lane(self) -> Lane | None:
+    def lane(self) -> AnyLane | None:
         if self.closed_lane is not None or not (self.deaths or self.progress):
             return self.closed_lane  # `None` for most entries, and this runs often
         return choose_lane(self.deaths, has_progress=self.progress != b"")

@@ -284,7 +284,7 @@ class MemoryQueue:
 
 
 def _to_lease(lease: LeaseRecord) -> Lease:
-    entry = lease.entry
+    entry, lane = lease.entry, lease.entry.lane
     return Lease(
         entry.id,
         lease.token,
@@ -294,7 +294,7 @@ def _to_lease(lease: LeaseRecord) -> Lease:
         entry.failed_attempts,
         entry.refusals,
         entry.deaths_as_suspect,
-        entry.lane,
+        lane if isinstance(lane, Lane) else None,
         entry.units,
         entry.last_attempt,
         entry.progress,

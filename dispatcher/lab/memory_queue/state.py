@@ -10,17 +10,17 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from dispatcher.features import import_modules
-from dispatcher.lab.memory_queue.entries import NEVER_CLAIMED, Entry, EntryHeap, Location
+from dispatcher.lab.memory_queue.entries import NEVER_CLAIMED, AnyLane, Entry, EntryHeap, Location
 from dispatcher.queue.contract import Lease, Overload, Permit, Release, Settlement
 from dispatcher.queue.keys import QueueNames
-from dispatcher.requests.lanes import CLOSED_LANES, Lane, rank_in_queue
+from dispatcher.requests.lanes import Lane, rank_in_queue
 from dispatcher.requests.queue_counts import QueueCounts
 from dispatcher.requests.result import NOT_A_LIST
 from dispatcher.requests.score import PRIORITIES, PRIORITY_STEP, decode_deadline
@@ -29,8 +29,13 @@ from dispatcher.requests.submission import QueueUnavailableError
 _COUNTS_BY_FEATURE = import_modules("counts")
 
 
-def _get_place(entry: Entry, lane: Lane | None) -> tuple[float, bool, bytes, int]:
+def _get_place(entry: Entry, lane: AnyLane | None) -> tuple[float, bool, bytes, int]:
     return (*rank_in_queue(entry.score, lane), entry.member, entry.id)
+
+
+def get_room(rooms: Mapping[Lane, int], lane: AnyLane | None) -> int:
+    """Return how many requests of a lane may be claimed. 0 for a closed one."""
+    return rooms.get(lane, 0) if isinstance(lane, Lane) else 0
 
 
 class LeaseRecord(msgspec.Struct):
@@ -157,9 +162,9 @@ class QueueState:
         self.dead: dict[int, tuple[Entry, str]] = {}
         """Dead requests with their reasons, by entry. The first one died first."""
         self.count_by_location = dict.fromkeys(Location, 0)
-        self.waiting_by_lane: dict[Lane | None, EntryHeap] = {lane: EntryHeap() for lane in (None, *Lane)}
+        self.waiting_by_lane: defaultdict[AnyLane | None, EntryHeap] = defaultdict(EntryHeap)
         """Waiting entries by lane. `None` for those in no lane."""
-        self.count_by_lane: Counter[Lane] = Counter()
+        self.count_by_lane: Counter[AnyLane] = Counter()
         """Number of waiting entries by lane."""
         self.delayed = EntryHeap()
         self.deadlines = EntryHeap()
@@ -196,7 +201,7 @@ class QueueState:
             units=self.pool.leased_units,
         ).add_features(
             _COUNTS_BY_FEATURE[name].decode_counts(lanes[lane])
-            for name, lane in (("models", Lane.WAITING_FOR_MODEL), ("slices", Lane.STARTED))
+            for name, lane in (("models", "waiting-for-model"), ("slices", Lane.STARTED))
             if name in _COUNTS_BY_FEATURE
         )
 
@@ -208,7 +213,7 @@ class QueueState:
     @property
     def claimable_count(self) -> int:
         """Number of waiting requests that a claim may take."""
-        return self.waiting_count - sum(self.count_by_lane[lane] for lane in CLOSED_LANES)
+        return self.waiting_count - sum(n for lane, n in self.count_by_lane.items() if isinstance(lane, str))
 
     def count_passed_over(self, max_per_lane: Mapping[Lane, int], taken: Sequence[LeaseRecord]) -> int:
         """Return the number of requests that wait in lanes whose room `taken` has used up."""
@@ -216,7 +221,7 @@ class QueueState:
             return 0
         took = Counter(each.entry.lane for each in taken)
         return sum(
-            held for lane, held in self.count_by_lane.items() if max_per_lane.get(lane, 0) <= took[lane]
+            held for lane, held in self.count_by_lane.items() if get_room(max_per_lane, lane) <= took[lane]
         )
 
     def iterate_waiting(self) -> Iterator[tuple[float, bytes, int]]:
@@ -248,10 +253,10 @@ class QueueState:
         if entry.score < len(PRIORITIES) * PRIORITY_STEP:
             self.deadlines.push_entry(decode_deadline(entry.score), entry)
 
-    def enter_lane(self, entry: Entry, lane: Lane) -> None:
+    def enter_lane(self, entry: Entry, lane: AnyLane) -> None:
         self.count_by_lane[lane] += 1
 
-    def leave_lane(self, entry: Entry, lane: Lane) -> None:
+    def leave_lane(self, entry: Entry, lane: AnyLane) -> None:
         """An entry that leaves a closed lane waits for no feature any more."""
         self.count_by_lane[lane] -= 1
         entry.closed_lane = None
@@ -270,10 +275,10 @@ class QueueState:
         """Return the heap with the next request to claim, given the number of claims that are left for each
         lane."""
         best: Entry | None = None
-        best_lane: Lane | None = None
+        best_lane: AnyLane | None = None
         found = None
         for lane, waiting in self.waiting_by_lane.items():
-            if not waiting.heap or (lane is not None and max_per_lane.get(lane, 0) <= 0):
+            if not waiting.heap or (lane is not None and get_room(max_per_lane, lane) <= 0):
                 continue
             first = waiting.peek_entry()
             if first is None:

@@ -25,9 +25,8 @@ from dispatcher.queue.constants import (
 )
 from dispatcher.queue.contract import Lease, Overload, Permit, Release, SettleStatus
 from dispatcher.requests.forecast import MAX_REPLICAS_LISTED, QueueSnapshot, Replica, summarize_requests
-from dispatcher.requests.lanes import CLOSED_LANES, Lane, compute_lane_room
+from dispatcher.requests.lanes import ONE_PER_LANE, Lane, compute_lane_room
 
-_ONE_OF_EACH_OPEN = dict.fromkeys(set(Lane) - CLOSED_LANES, 1)
 """Room of 1 for each lane that is not closed, to find the request that comes first of all."""
 
 
@@ -169,8 +168,8 @@ def _lease_first(
             continue
         if weighs > room:
             break
-        if entry.lane is not None:
-            left[entry.lane] -= 1
+        if isinstance(lane := entry.lane, Lane):
+            left[lane] -= 1
         room -= weighs
         taken.append(queue.lease_entry(source.pop_entry(), caller.owner, caller.now, assumed_units))
     # Put back only now, so that the loop does not meet them again.
@@ -190,7 +189,7 @@ def claim_first_of(
     _, room = _get_limit_and_room(queue.pool, caller, permit, is_probe=False)
     taken: list[LeaseRecord] = []
     while room > 0:
-        source = queue.next_source(_ONE_OF_EACH_OPEN)
+        source = queue.next_source(ONE_PER_LANE)
         entry = None if source is None else source.peek_entry()
         # Stop at the first request that is not one of them: a claim would lease it before the others.
         if source is None or entry is None or entry not in entries or entry.units > room:

@@ -21,7 +21,7 @@ from dispatcher.queue.redis.steps import dead_requests
 from dispatcher.queue.redis.steps.common import split_rows
 from dispatcher.queue.redis.steps.count_requests import count_requests
 from dispatcher.queue.requeue import build_resubmission
-from dispatcher.requests.found_request import FoundRequest, LookupPage, RequestLocation, SearchTerms
+from dispatcher.requests.found_request import FoundRequest, LookupPage, SearchTerms
 from dispatcher.requests.queue_counts import QueueCounts
 from dispatcher.requests.submission import Submission
 
@@ -149,7 +149,7 @@ class RedisQueueAdmin:
         return [(float(score), member) for score, member in split_rows(reply.value, 2)]
 
     async def list_requests(
-        self, state: RequestLocation, max_count: int, after: str = "", *, full_members: bool = False
+        self, state: str, max_count: int, after: str = "", *, full_members: bool = False
     ) -> LookupPage:
         """Return a page of the requests at a location, in their order."""
         return await search.list_requests(self.backend, state, max_count, after, full_members=full_members)

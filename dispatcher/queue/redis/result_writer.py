@@ -16,14 +16,9 @@ from dispatcher.queue.redis.outbox import Outbox
 from dispatcher.queue.redis.result_lists import ResultListChecker
 from dispatcher.queue.redis.scripts import CallFailedError, split_batches
 from dispatcher.queue.redis.steps.settle import ResultWrite
-from dispatcher.requests.result import (
-    NOT_A_LIST,
-    ErrorCode,
-    decode_result,
-    encode_bad_list,
-    encode_failure,
-)
+from dispatcher.requests.result import NOT_A_LIST, decode_result, encode_bad_list, encode_failure
 from dispatcher.requests.submission import CallRefusedError, QueueUnavailableError
+from dispatcher.wire_format import ErrorCode
 
 _WRITTEN = (DONE, BAD_LIST, TOO_LARGE)
 _LARGE_BYTES = 65_536

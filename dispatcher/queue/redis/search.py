@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from redis import exceptions as errors
 
+from dispatcher.queue.admin_contract import WAITING_LOCATIONS
 from dispatcher.queue.constants import CANCEL_TTL_S
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.lua_scripts import Argument
@@ -13,7 +14,6 @@ from dispatcher.queue.redis.producer import build_active_marker
 from dispatcher.queue.redis.scripts import MAX_SCRIPT_BYTES
 from dispatcher.queue.redis.steps.find_requests import LOCATION_NAMES, find_requests
 from dispatcher.requests.found_request import (
-    QUEUED_LOCATIONS,
     FoundRequest,
     LookupPage,
     RequestLocation,
@@ -35,7 +35,7 @@ _MAX_RESULTS_PER_READ = 64
 
 
 async def list_requests(
-    backend: Backend, state: RequestLocation, max_count: int, after: str, *, full_members: bool
+    backend: Backend, state: str, max_count: int, after: str, *, full_members: bool
 ) -> LookupPage:
     page = await find_requests(
         backend,
@@ -92,7 +92,7 @@ async def search_requests(
 
 
 async def count_ahead(backend: Backend, request: FoundRequest) -> int | None:
-    if request.location not in QUEUED_LOCATIONS:
+    if request.location not in WAITING_LOCATIONS:
         return None
     name: Argument = request.member if request.location is RequestLocation.PENDING else request.entry
     reply = await backend.run_script(

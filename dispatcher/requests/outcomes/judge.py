@@ -64,7 +64,7 @@ from dispatcher.requests.outcomes.outcome import (
     Unsent,
     describe_outcome,
 )
-from dispatcher.requests.result import ErrorCode
+from dispatcher.wire_format import ErrorCode
 
 # ── the gateway ─────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -20,7 +20,7 @@ from dispatcher.features.batch_files.lines import (
     parse_line,
 )
 from dispatcher.requests.request import Rejection, encode_member, parse_member
-from dispatcher.requests.result import ErrorCode, PoppedResult
+from dispatcher.wire_format import ErrorCode, PoppedResult
 from tests.features.batch_files.files import CHAT_PATH, INVALID_LINES, make_changed_line, make_line
 
 RULES = LineRules()

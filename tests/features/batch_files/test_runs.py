@@ -28,7 +28,8 @@ from dispatcher.features.batch_files.run_options import FileOptions, FilePaths, 
 from dispatcher.features.batch_files.sinks import SinkError
 from dispatcher.features.batch_files.template import TemplateError
 from dispatcher.requests.request import Request, parse_member
-from dispatcher.requests.result import ErrorCode, encode_failure
+from dispatcher.requests.result import encode_failure
+from dispatcher.wire_format import ErrorCode
 from tests.client.fake_dispatcher import NAMES, POOL, FakeDispatcher, echo, fail_with
 from tests.features.batch_files.files import (
     INVALID_LINES,

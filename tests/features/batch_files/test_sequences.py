@@ -17,7 +17,8 @@ from dispatcher.features.batch_files.run_options import FilePaths
 from dispatcher.features.sequences.decisions import SequenceTerms
 from dispatcher.features.sequences.turns import OnError
 from dispatcher.requests.request import Request
-from dispatcher.requests.result import ErrorCode, encode_failure
+from dispatcher.requests.result import encode_failure
+from dispatcher.wire_format import ErrorCode
 from tests.client.fake_dispatcher import NAMES, echo
 from tests.features.batch_files.files import (
     get_errors_path,

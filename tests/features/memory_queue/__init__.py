@@ -11,19 +11,21 @@ from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from dispatcher.features.models.queue.registry_rules import check_names
+from dispatcher.features.models.queue.waiting import LANE as WAITING_FOR_MODEL
 from dispatcher.features.models.queue.waiting import MAX_RETURNED_PER_CALL, ModelWait, ReturnedRequests
 from dispatcher.features.models.registry import ModelRegistryState, PinRequest
 from dispatcher.features.sequences.decisions import SequenceCounters, SequenceCounts, SequenceTerms
 from dispatcher.features.sequences.queue.calls import RemainingRequest
 from dispatcher.features.sequences.queue.steps import ClaimTurnsResult
+from dispatcher.features.sequences.turns import LANE as SEQUENCED
 from dispatcher.features.sequences.turns import SequenceSnapshot, Turn
 from dispatcher.lab.memory_queue import MemoryQueue as PlainQueue
-from dispatcher.lab.memory_queue.entries import Entry, Location
+from dispatcher.lab.memory_queue.entries import AnyLane, Entry, Location
 from dispatcher.lab.memory_queue.state import QueueState
 from dispatcher.lab.memory_queue.steps import is_cancelled
 from dispatcher.queue.constants import CANCEL_TTL_S
 from dispatcher.queue.contract import Lease, Release, Settlement
-from dispatcher.requests.lanes import Lane, shorten_model_name
+from dispatcher.requests.lanes import shorten_model_name
 from dispatcher.requests.queue_counts import QueueCounts
 from dispatcher.requests.request import Request, parse_member
 from tests.features.memory_queue import sequences
@@ -45,7 +47,7 @@ class FeatureQueueState(QueueState):
         """Model that each entry waits for, and id and token by which the entry is cancelled meanwhile."""
 
     def count_requests(self) -> QueueCounts:
-        counts, waiting = super().count_requests(), self.count_by_lane[Lane.SEQUENCED]
+        counts, waiting = super().count_requests(), self.count_by_lane[SEQUENCED]
         status_counts, overrides = self.sequences.status_counts, self.sequences.count_overrides()
         of_sequences: dict[type, object] = {
             SequenceCounts: SequenceCounts.from_statuses(status_counts, waiting, overrides),
@@ -58,13 +60,13 @@ class FeatureQueueState(QueueState):
     def count_waiting_by_model(self) -> Mapping[str, int]:
         return Counter(model for model, _ in self.model_waits.values())
 
-    def leave_lane(self, entry: Entry, lane: Lane) -> None:
+    def leave_lane(self, entry: Entry, lane: AnyLane) -> None:
         super().leave_lane(entry, lane)
         self.model_waits.pop(entry.id, None)
 
     def hold_entry(self, entry: Entry, release: Release) -> None:
         assert isinstance(release.extra, ModelWait)
-        entry.closed_lane = Lane.WAITING_FOR_MODEL
+        entry.closed_lane = WAITING_FOR_MODEL
         self.model_waits[entry.id] = shorten_model_name(release.extra.model), release.cancel_key
 
     def end_entry(self, entry: Entry, settlement: Settlement, now: float) -> Sequence[Entry]:

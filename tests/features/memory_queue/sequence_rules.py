@@ -28,7 +28,7 @@ from dispatcher.features.sequences.decisions import (
 from dispatcher.features.sequences.queue.turn_end import TurnEnd
 from dispatcher.features.sequences.turns import OnError, SequenceStatus, Turn
 from dispatcher.queue.lua_files import FEATURE_CONSTANTS as LIMITS
-from dispatcher.requests.result import ErrorCode
+from dispatcher.wire_format import ErrorCode
 from tests.features.memory_queue.sequence_runs import (
     CancelMark,
     ClosedRun,

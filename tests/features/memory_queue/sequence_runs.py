@@ -12,7 +12,7 @@ from dispatcher.features.sequences.turns import (
     SequenceStatus,
 )
 from dispatcher.queue.lua_files import FEATURE_CONSTANTS as LIMITS
-from dispatcher.requests.result import ErrorCode
+from dispatcher.wire_format import ErrorCode
 
 
 @dataclass(slots=True)

@@ -17,11 +17,10 @@ from dispatcher.features.sequences.decisions import (
 )
 from dispatcher.features.sequences.queue.calls import RemainingRequest
 from dispatcher.features.sequences.queue.turn_end import TurnEnd, get_sequence_owner
-from dispatcher.features.sequences.turns import SequenceSnapshot, Turn
+from dispatcher.features.sequences.turns import LANE, SequenceSnapshot, Turn
 from dispatcher.lab.memory_queue.entries import Entry, Location
 from dispatcher.queue.contract import Extra, Lease, UnleasedRequest
 from dispatcher.queue.lua_files import FEATURE_CONSTANTS as LIMITS
-from dispatcher.requests.lanes import Lane
 from tests.features.memory_queue.sequence_runs import CancelMark, SequenceRecord
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def _claim_turn(queue: FeatureQueueState, lease: Lease, turn: Turn, now: float) 
     if isinstance(verdict, TurnWaits):
         pool.end_lease(grant)
         entry.deliveries -= 1  # it was not delivered
-        entry.closed_lane = Lane.SEQUENCED
+        entry.closed_lane = LANE
         queue.move_entry(entry, Location.RETURNED)
     return_ready_entries(queue)
     return verdict

@@ -27,9 +27,10 @@ from dispatcher.requests.affinity import AffinityOptions
 from dispatcher.requests.headers import AFFINITY_TOKEN
 from dispatcher.requests.outcomes.outcome import Delivered, Failed, Outcome, RetryPolicy
 from dispatcher.requests.request import Request, encode_member
-from dispatcher.requests.result import PoppedResult, decode_result
+from dispatcher.requests.result import decode_result
 from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.metrics import Metrics
+from dispatcher.wire_format import PoppedResult
 from tests.features.memory_queue import MemoryQueue, MemoryStore
 from tests.kernel.scene import find_part
 

@@ -30,11 +30,12 @@ from dispatcher.limit.budget import Policy, Reading, Signal
 from dispatcher.limit.limiter import Limiter
 from dispatcher.requests.outcomes.outcome import Delivered, Failed, Overloaded, RetryPolicy
 from dispatcher.requests.request import Request, encode_member
-from dispatcher.requests.result import ErrorCode, PoppedResult, decode_result
+from dispatcher.requests.result import decode_result
 from dispatcher.requests.score import compute_score
 from dispatcher.requests.submission import Submission
 from dispatcher.telemetry.events import Event, divert_events
 from dispatcher.telemetry.metrics import Metrics
+from dispatcher.wire_format import ErrorCode, PoppedResult
 from tests.features.merging.embedding_gateway import REJECTED_TEXT, EmbeddingGateway, build_answer
 from tests.kernel import readme_example
 from tests.kernel.scene import find_part, lease, request

@@ -15,7 +15,8 @@ import redis
 
 from dispatcher.client import BatchClient, Item, NameInUseError, QueueUnreachableError, Result, StreamStatus
 from dispatcher.features.named_streams import redis_streams as streams
-from dispatcher.requests.result import ErrorCode, encode_answer
+from dispatcher.requests.result import encode_answer
+from dispatcher.wire_format import ErrorCode
 from tests.client.fake_dispatcher import NAMES, POOL, FakeDispatcher, fail_with
 from tests.queue.servers import Server
 from tests.support import wait_until

@@ -15,7 +15,8 @@ from dispatcher.features.sequences.decisions import (
 from dispatcher.features.sequences.queue.turn_end import TurnEnd
 from dispatcher.queue.contract import Lease, Settlement
 from dispatcher.requests.request import Request, parse_member
-from dispatcher.requests.result import ErrorCode, decode_result, encode_failure
+from dispatcher.requests.result import decode_result, encode_failure
+from dispatcher.wire_format import ErrorCode
 from tests.client.fake_dispatcher import claim_leases, echo, retry_while_unavailable
 from tests.queue.factories import OwnerAndAdmin
 

@@ -31,7 +31,8 @@ from dispatcher.queue.contract import Settlement
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 from dispatcher.requests.request import Request, parse_member
-from dispatcher.requests.result import ErrorCode, encode_answer, encode_failure
+from dispatcher.requests.result import encode_answer, encode_failure
+from dispatcher.wire_format import ErrorCode
 from tests.client.fake_dispatcher import NAMES, POOL, echo, fail_with
 from tests.features.sequences.fake_sequence_dispatcher import FakeSequenceDispatcher
 from tests.queue.factories import OwnerAndAdmin, claim, queues

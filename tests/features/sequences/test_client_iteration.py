@@ -11,7 +11,8 @@ import pytest
 from dispatcher.client import BatchClient, Handle, Result, SequenceAbortedError, TooManyPendingError
 from dispatcher.features.sequences.client import OpenSequence
 from dispatcher.requests.request import Request
-from dispatcher.requests.result import ErrorCode, encode_failure
+from dispatcher.requests.result import encode_failure
+from dispatcher.wire_format import ErrorCode
 from tests.client.fake_dispatcher import NAMES, POOL, echo
 from tests.features.sequences.fake_sequence_dispatcher import FakeSequenceDispatcher
 from tests.queue.factories import OwnerAndAdmin, queues

@@ -18,7 +18,7 @@ from dispatcher.features.sequences.decisions import (
     TurnGranted,
 )
 from dispatcher.features.sequences.queue.turn_end import TurnEnd
-from dispatcher.features.sequences.turns import OnError, Turn
+from dispatcher.features.sequences.turns import LANE, OnError, Turn
 from dispatcher.queue.contract import Lease, Release, Settlement
 from dispatcher.queue.keys import QueueNames
 from dispatcher.requests.found_request import RequestLocation
@@ -108,7 +108,7 @@ async def test_copied_requests_of_sequences_keep_their_order(
     found = await copy_requests(source.queue_admin, QueueTarget(far.url, NAMES), live=False)
     assert found is not None
     places, added, leased = found
-    assert (places[RequestLocation.SEQUENCED], places[RequestLocation.RETURNED]) == (6, 2)
+    assert (places[LANE], places[RequestLocation.RETURNED]) == (6, 2)
     assert (added, leased) == (10, 0)
 
     began = time.monotonic()

@@ -25,8 +25,8 @@ from dispatcher.requests.headers import AFFINITY_TOKEN
 from dispatcher.requests.outcomes.outcome import Delivered, Failed, Outcome, RetryPolicy
 from dispatcher.requests.queue_timeouts import RuleTimeout, TimeoutAction, TimeoutOptions
 from dispatcher.requests.request import Request, encode_member
-from dispatcher.requests.result import ErrorCode
 from dispatcher.requests.submission import QueueUnavailableError
+from dispatcher.wire_format import ErrorCode
 from tests.features.scene import Scene, run_in_scene
 from tests.features.sequences.sequence_scene import SequenceGateway, build_turns, submit_turns
 from tests.kernel.scene import find_part, read_results

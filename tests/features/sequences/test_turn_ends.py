@@ -18,7 +18,7 @@ from dispatcher.kernel.hooks import Hooks
 from dispatcher.queue.contract import UnleasedRequest
 from dispatcher.requests.outcomes.outcome import Delivered, Failed, FailureKind, Outcome, RetryPolicy
 from dispatcher.requests.request import Rejection
-from dispatcher.requests.result import ErrorCode
+from dispatcher.wire_format import ErrorCode
 from tests.kernel.scene import lease, request
 
 TURN = Turn("chat", 3)

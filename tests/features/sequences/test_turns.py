@@ -14,7 +14,7 @@ from dispatcher.features.sequences.turns import MAX_INDEX, MAX_SEQUENCE_ID_BYTES
 from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.requeue import build_resubmission
 from dispatcher.requests.request import Rejection, Request, encode_member, parse_member
-from dispatcher.requests.result import ErrorCode
+from dispatcher.wire_format import ErrorCode
 from tests.cost_comparison import compare_costs, measure_cpu_s
 
 turns = st.builds(

@@ -15,9 +15,10 @@ from dispatcher.features.slices.slicer import Slicer
 from dispatcher.kernel import Options
 from dispatcher.requests.outcomes.outcome import RetryPolicy
 from dispatcher.requests.request import encode_member
-from dispatcher.requests.result import PoppedResult, decode_result
+from dispatcher.requests.result import decode_result
 from dispatcher.requests.score import compute_score
 from dispatcher.requests.submission import Submission
+from dispatcher.wire_format import PoppedResult
 from tests.features.slices.generation_gateway import GenerationGateway
 from tests.kernel.scene import Scene
 

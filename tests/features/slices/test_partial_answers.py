@@ -12,7 +12,8 @@ from dispatcher.features.slices.progress import Progress, Stage, encode_progress
 from dispatcher.kernel import completions
 from dispatcher.queue.contract import Settlement
 from dispatcher.requests.request import Request
-from dispatcher.requests.result import ErrorCode, decode_result, encode_answer, encode_failure
+from dispatcher.requests.result import decode_result, encode_answer, encode_failure
+from dispatcher.wire_format import ErrorCode
 
 PROGRESS = Progress(Stage.SLICES, 1, "once upon", tokens=2, prompt_tokens=7, object="text_completion")
 LEASE = completions.NO_LEASE.copy_with(progress=encode_progress(PROGRESS))

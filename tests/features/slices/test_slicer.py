@@ -27,10 +27,10 @@ from dispatcher.limit.poll import Poll
 from dispatcher.queue.contract import Release
 from dispatcher.requests.outcomes.outcome import Delivered, Evicted, Failed, FailureKind, Outcome, RetryPolicy
 from dispatcher.requests.request import Request, encode_member
-from dispatcher.requests.result import PoppedResult
 from dispatcher.requests.score import compute_score
 from dispatcher.requests.submission import Submission
 from dispatcher.telemetry import catalogue as series
+from dispatcher.wire_format import PoppedResult
 from tests.features.memory_queue import MemoryQueue
 from tests.features.models.model_scene import change_models, update_listings
 from tests.features.scene import Scene, run_in_scene

@@ -54,7 +54,7 @@ from dispatcher.requests.outcomes.outcome import (
     describe_outcome,
 )
 from dispatcher.requests.outcomes.reachability import MAX_PROBE_PAUSE_OTHERS_S
-from dispatcher.requests.result import ErrorCode
+from dispatcher.wire_format import ErrorCode
 
 POLICY = RetryPolicy(base_s=2.0, max_s=60.0, max_attempts=8, max_deliveries=5)
 FULL = Overloaded(429, "", is_out_of_capacity=True)

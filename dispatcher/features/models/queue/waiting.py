@@ -12,6 +12,8 @@ from dispatcher.queue.redis.scripts import split_batches
 from dispatcher.queue.redis.steps.common import split_rows
 from dispatcher.requests.lanes import shorten_model_name
 
+LANE = "waiting-for-model"
+"""Closed lane of the requests whose model is not served."""
 MAX_RETURNED_PER_CALL = 200
 """Largest number of requests that wait for their model and that one step returns to the queue."""
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dispatcher.queue.contract import Lease
     from dispatcher.queue.redis.owner import RedisQueue
     from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
-    from dispatcher.requests.result import ErrorCode
+    from dispatcher.wire_format import ErrorCode
 
 
 @dataclass(frozen=True, slots=True)

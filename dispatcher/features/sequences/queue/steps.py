@@ -20,7 +20,7 @@ from dispatcher.queue.contract import Lease, LeaseCounts, SharedState
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.scripts import MAX_SCRIPT_BYTES, Reply
 from dispatcher.queue.redis.steps.common import decode_owner_reply, split_rows
-from dispatcher.requests.result import ErrorCode
+from dispatcher.wire_format import ErrorCode
 
 _GRANTED, _REJECTED = 1, 2
 _MAX_PAGE = 500

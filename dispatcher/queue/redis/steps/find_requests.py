@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dispatcher.queue.keys import LANE_LETTERS
+from dispatcher.queue.keys import CLOSED_LANES, LANE_LETTERS
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.scripts import MAX_SCRIPT_BYTES
 from dispatcher.requests.found_request import LOCATION_BY_LANE, FoundRequest, RequestLocation, SearchTerms
 
-_LOCATIONS = {
+_LOCATIONS: dict[str, str] = {
     "P": RequestLocation.PENDING,
     "R": RequestLocation.RETURNED,
     **{letter: LOCATION_BY_LANE[lane] for lane, letter in LANE_LETTERS.items()},
+    **{letter: lane for lane, letter in CLOSED_LANES.items()},
     "D": RequestLocation.DELAYED,
     "L": RequestLocation.LEASED,
     "X": RequestLocation.DEAD,
