@@ -58,7 +58,7 @@ def scan_body(payload: bytes) -> BodyLength:
         fields = _NO_FIELDS
     # A server that knows both names uses the newer one.
     limit = fields.max_completion_tokens or fields.max_tokens or fields.max_output_tokens
-    max_tokens = None if limit is None else max(1, min(limit, MAX_TOKENS))
+    max_tokens = None if limit is None else 1 if limit < 1 else min(limit, MAX_TOKENS)
     copies = 1 if fields.n is None else max(1, min(fields.n, MAX_COPIES))
     text_bytes, images = len(payload), 0
     if b"_url" in payload:

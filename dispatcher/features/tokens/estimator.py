@@ -10,6 +10,7 @@ server teach something. Before the first of them, the number of tokens is taken 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import msgspec
@@ -32,6 +33,7 @@ MAX_ROWS = 1024
 
 
 K = TypeVar("K")
+V = TypeVar("V")
 
 
 class _Mean(msgspec.Struct, gc=False):
@@ -40,29 +42,47 @@ class _Mean(msgspec.Struct, gc=False):
     value: float = 0.0
     count: int = 0
 
-    def add(self, value: float) -> None:
-        self.count = min(self.count + 1, _RECENT)
-        self.value += (value - self.value) / self.count
+
+class _Means(msgspec.Struct, gc=False):
+    """Means of what answers to requests of one kind have shown. Several kinds share a mean."""
+
+    per_byte: _Mean
+    """Tokens of the prompt per byte, of bodies of about the same size."""
+    per_byte_of_all: _Mean
+    """The same of bodies of all sizes."""
+    output: _Mean
+    """Tokens of an answer, by about the same `max_tokens`."""
+    error: _Mean
+    """Relative error of the estimated prompt."""
 
 
-class CallTokens(msgspec.Struct, frozen=True, gc=False):
-    """Estimated tokens of one call, and what is needed to learn from its answer."""
+Kind = tuple[str, str, int, int]
+"""Path, model, and the numbers of binary digits of the size and of `max_tokens` (-1 if there is none)."""
+
+
+class CallTokens(msgspec.Struct, gc=False):
+    """Tokens that one call may grow to, and what is needed to learn from its answer."""
 
     prompt: float
     output: float
     max_output: float
     """Largest number of tokens that the call can generate. Infinite if nothing limits it."""
-    path: str = ""
-    body: BodyLength | None = None
+    kind: Kind | None = None
     """`None` if the estimate is not made from a body, and nothing can be learned."""
+    body: BodyLength = BodyLength(0)
     is_part: bool = False
     """True if the call asks for a part of the answer, so that its length shows nothing."""
+    since: float = 0.0
+    """Time at which it began."""
+    generated: int = 0
+    """Tokens that its answer reports. 0 before the answer, or if it reports none."""
 
 
 class TokenEstimator:
     """Table of what answers have shown about the tokens of requests."""
 
     def __init__(self) -> None:
+        self._means: dict[Kind, _Means] = {}
         self._prompts: dict[tuple[str, str, int], _Mean] = {}
         """Tokens per byte by path, model and number of binary digits of the size. The size −1 is for bodies
         of all sizes."""
@@ -73,55 +93,77 @@ class TokenEstimator:
 
     def estimate(self, body: BodyLength, path: str) -> CallTokens:
         """Return the estimated tokens of a request."""
-        model = body.model
+        limit, text_bytes = body.max_tokens, body.text_bytes
+        kind = path, body.model, text_bytes.bit_length(), -1 if limit is None else limit.bit_length()
+        means = self._means.get(kind) or self._find_means(kind)
         prompt: float = body.token_ids + body.images * TOKENS_PER_IMAGE
-        if body.text_bytes:
-            known = self._prompts.get((path, model, body.text_bytes.bit_length())) or self._prompts.get(
-                (path, model, -1)
-            )
-            prompt += body.text_bytes * (INITIAL_TOKENS_PER_BYTE if known is None else known.value)
-        limit = body.max_tokens
-        learned = self._outputs.get((path, model, 0 if limit is None else limit.bit_length()))
+        if text_bytes:
+            known = means.per_byte if means.per_byte.count else means.per_byte_of_all
+            prompt += text_bytes * (known.value if known.count else INITIAL_TOKENS_PER_BYTE)
         most: float = math.inf if limit is None else limit
         expected: float = INITIAL_OUTPUT_TOKENS if limit is None else limit
-        if learned is not None and learned.count >= _MIN_ANSWERS:
-            expected = min(learned.value, most)
-        return CallTokens(
-            prompt,
-            expected * body.copies,
-            most * body.copies,
-            path,
-            body,
-        )
+        learned = means.output
+        if learned.count >= _MIN_ANSWERS:
+            expected = min(most, learned.value)
+        return CallTokens(prompt, expected * body.copies, most * body.copies, kind, body)
 
     def learn(self, call: CallTokens, prompt_tokens: int, output_tokens: int) -> None:
         """Learn from the usage that the answer to a call reports. 0 stands for a missing number."""
-        body, path = call.body, call.path
-        if body is None:
+        kind, body = call.kind, call.body
+        if kind is None:
             return
-        model = body.model
+        # Only here, so that requests without an answer displace nothing that was learned.
+        means = self._means.get(kind) or self._add_means(kind)
         if prompt_tokens > 0:
-            error = _get_row(self._errors, model)
-            error.add(abs(call.prompt - prompt_tokens) / prompt_tokens)
+            values = [(means.error, abs(call.prompt - prompt_tokens) / prompt_tokens)]
             # The number of tokens of an image is a rule, so such a request shows nothing about its text.
             if body.text_bytes and not body.images:
                 per_byte = prompt_tokens / body.text_bytes
-                _get_row(self._prompts, (path, model, body.text_bytes.bit_length())).add(per_byte)
-                _get_row(self._prompts, (path, model, -1)).add(per_byte)
+                values += (means.per_byte, per_byte), (means.per_byte_of_all, per_byte)
+            _add(values)
         if output_tokens > 0 and not call.is_part:
-            limit = body.max_tokens
-            key = (path, model, 0 if limit is None else limit.bit_length())
-            _get_row(self._outputs, key).add(output_tokens / body.copies)
+            _add(((means.output, output_tokens / body.copies),))
 
     def list_errors(self) -> dict[str, float]:
         """Return the mean relative error of the estimated prompts of recent requests, by model."""
-        return {model: error.value for model, error in self._errors.items()}
+        return {model: error.value for model, error in self._errors.items() if error.count}
+
+    def _find_means(self, kind: Kind) -> _Means:
+        """Return what is known about a kind of which no request was answered yet."""
+        path, model, size, limit = kind
+        return _Means(
+            self._prompts.get((path, model, size), _UNKNOWN),
+            self._prompts.get((path, model, -1), _UNKNOWN),
+            self._outputs.get((path, model, limit), _UNKNOWN),
+            _UNKNOWN,
+        )
+
+    def _add_means(self, kind: Kind) -> _Means:
+        path, model, size, limit = kind
+        means = _Means(
+            _get_row(self._prompts, (path, model, size), _Mean),
+            _get_row(self._prompts, (path, model, -1), _Mean),
+            _get_row(self._outputs, (path, model, limit), _Mean),
+            _get_row(self._errors, model, _Mean),
+        )
+        return _get_row(self._means, kind, lambda: means)
 
 
-def _get_row(rows: dict[K, _Mean], key: K) -> _Mean:
+_UNKNOWN = _Mean()
+
+
+def _add(values: Iterable[tuple[_Mean, float]]) -> None:
+    """Add a value to each mean."""
+    for mean, value in values:
+        if mean.count < _RECENT:
+            mean.count += 1
+        mean.value += (value - mean.value) / mean.count
+
+
+def _get_row(rows: dict[K, V], key: K, build: Callable[[], V]) -> V:
     row = rows.get(key)
     if row is None:
         if len(rows) >= MAX_ROWS:
             del rows[next(iter(rows))]
-        row = rows[key] = _Mean()
+        row = rows[key] = build()
     return row

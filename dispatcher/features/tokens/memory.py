@@ -18,8 +18,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 
 import msgspec
+
+from dispatcher.features.tokens.estimator import CallTokens
 
 INITIAL_TOKENS_PER_S = 30.0
 """Tokens that a request generates per second, before an answer shows it."""
@@ -27,17 +30,12 @@ HISTORY_S = 60.0
 """Age up to which a window of a reading may begin."""
 _STEP_S = 0.1
 """Time within which changes are kept as one."""
+_MAX_CHANGES = 1024
+"""Number of changes that are kept one by one until the next reading."""
 _MORE = 1.25
 """Factor by which a request that generates more than estimated is expected to go on."""
 _RECENT = 32
 """Approximate number of recent requests over which means are taken."""
-
-
-class _Reserved(msgspec.Struct, gc=False):
-    prompt: float
-    output: float
-    max_output: float
-    since: float
 
 
 class _Step(msgspec.Struct, gc=False):
@@ -64,10 +62,15 @@ class KvMemory:
         """Mean number of tokens of recent calls of this process. 0 before the first one."""
         self._free = 0.0
         """Room of the newest reading, if no request were in flight now."""
-        self._calls: dict[str, _Reserved] = {}
+        self.calls: dict[str, CallTokens] = {}
+        """Requests of this process in flight."""
         self._prompt = self._output = 0.0
         """Sums over all requests in flight."""
+        self._changes: list[tuple[float, float, float]] = []
+        """Changes of these sums that `_steps` does not have yet, each with its time."""
         self._steps: deque[_Step] = deque()
+        self._step_prompt = self._step_output = 0.0
+        """Sums after the newest step."""
         self._tokens_per_s = INITIAL_TOKENS_PER_S
         self._held_share = 0.5
         """Share of what is reserved that requests in flight hold on average."""
@@ -79,33 +82,35 @@ class KvMemory:
         """Tokens that the requests of this process in flight may grow to."""
         return self._prompt + self._output
 
-    @property
-    def call_count(self) -> int:
-        """Number of requests of this process in flight."""
-        return len(self._calls)
-
-    def add_call(self, token: str, prompt: float, output: float, max_output: float, now: float) -> None:
-        self.remove_call(token, now)
-        self._calls[token] = _Reserved(prompt, output, max_output, now)
-        self._record_change(now, prompt, output)
+    def add_call(self, token: str, call: CallTokens, now: float) -> None:
+        if token in self.calls:
+            self.remove_call(token, now)
+        self.calls[token] = call
+        call.since = now
+        self._prompt += call.prompt
+        self._output += call.output
+        self._changes.append((now, call.prompt, call.output))
 
     def remove_call(self, token: str, now: float) -> None:
-        call = self._calls.pop(token, None)
+        call = self.calls.pop(token, None)
         if call is None:
             return
-        self._record_change(now, -call.prompt, -call.output)
-        if not self._calls:
+        if call.generated and now > call.since:
+            self._tokens_per_s += (call.generated / (now - call.since) - self._tokens_per_s) / _RECENT
+        self._prompt -= call.prompt
+        self._output -= call.output
+        changes = self._changes
+        changes.append((now, -call.prompt, -call.output))
+        if not self.calls:
             self._prompt = self._output = 0.0  # without the rounding errors of many sums
+        if len(changes) >= _MAX_CHANGES:
+            self._record_changes()
 
-    def record_weight(self, tokens: float) -> None:
-        """Record the number of tokens of a call, whether there is room for it or not."""
-        self.mean_call += (tokens - self.mean_call) / _RECENT if self.mean_call else tokens
-
-    def record_output(self, token: str, output_tokens: int, now: float) -> None:
-        """Record how many tokens a call in flight has generated in total."""
-        call = self._calls.get(token)
-        if call is not None and output_tokens > 0 and now > call.since:
-            self._tokens_per_s += (output_tokens / (now - call.since) - self._tokens_per_s) / _RECENT
+    def record_weights(self, calls: Iterable[CallTokens]) -> None:
+        """Record the tokens of calls, whether there is room for them or not."""
+        for call in calls:
+            tokens = call.prompt + call.output
+            self.mean_call += (tokens - self.mean_call) / _RECENT if self.mean_call else tokens
 
     # ── readings ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -123,6 +128,7 @@ class KvMemory:
         `other_units` is the least number of requests of other dispatchers in the window. They are taken to be
         like those of this process.
         """
+        self._record_changes()
         grown = self._update_outputs(now)
         prompt, output = self._find_least(*window)
         self.capacity, self.used = capacity, used
@@ -142,11 +148,12 @@ class KvMemory:
         """Return how many tokens all requests in flight have generated, as far as known. One that has
         generated more than was estimated is expected to generate more."""
         grown = 0.0
-        for call in self._calls.values():
+        for call in self.calls.values():
             tokens = (now - call.since) * self._tokens_per_s
             if tokens > call.output and call.output < call.max_output:
                 output = min(tokens * _MORE, call.max_output)
                 self._output += output - call.output
+                self._step_output += output - call.output
                 call.output = output
             grown += min(tokens, call.output)
         return grown
@@ -166,18 +173,25 @@ class KvMemory:
                 least, least_total = (step.least_prompt, step.least_output), total
         return 0.0, 0.0  # nothing is known of the beginning of the window
 
-    def _record_change(self, now: float, prompt: float, output: float) -> None:
-        before = self._prompt, self._output
-        self._prompt += prompt
-        self._output += output
-        least = before if prompt + output > 0 else (self._prompt, self._output)
-        steps = self._steps
-        if steps and now - steps[-1].at < _STEP_S:
-            step = steps[-1]
-            if least[0] + least[1] < step.least_prompt + step.least_output:
-                step.least_prompt, step.least_output = least
-            step.last_prompt, step.last_output = self._prompt, self._output
-            return
-        steps.append(_Step(now, *least, self._prompt, self._output))
-        while len(steps) > 1 and steps[1].at < now - HISTORY_S:
-            steps.popleft()
+    def _record_changes(self) -> None:
+        """Add the newest changes to the steps. They are added together, which is faster than one by one."""
+        steps, step = self._steps, self._steps[-1] if self._steps else None
+        last_prompt, last_output = self._step_prompt, self._step_output
+        for now, prompt, output in self._changes:
+            least_prompt, least_output = last_prompt, last_output
+            last_prompt += prompt
+            last_output += output
+            if prompt + output < 0:
+                least_prompt, least_output = last_prompt, last_output
+            if step is None or now - step.at >= _STEP_S:
+                step = _Step(now, least_prompt, least_output, last_prompt, last_output)
+                steps.append(step)
+                while len(steps) > 1 and steps[1].at < now - HISTORY_S:
+                    steps.popleft()
+                continue
+            if least_prompt + least_output < step.least_prompt + step.least_output:
+                step.least_prompt, step.least_output = least_prompt, least_output
+            step.last_prompt, step.last_output = last_prompt, last_output
+        self._changes.clear()
+        # The same, without the rounding errors of many sums.
+        self._step_prompt, self._step_output = self._prompt, self._output

@@ -48,8 +48,7 @@ class TokenBudget(LeasePart):
         self.needed: float | None = None
         """Tokens of the request that waits for room, or of a usual one before it was weighed. `None` if none
         waits."""
-        self.leases: dict[str, CallTokens] = {}
-        """Estimated tokens of the requests in flight, by the token of their lease."""
+        self.leases: dict[str, CallTokens] = self.memory.calls
         self._kv_use: KvUse | None = None
         """Newest reading that was applied. `None` if tokens are not counted."""
         self._seen_use: KvUse | None = None
@@ -93,7 +92,7 @@ class TokenBudget(LeasePart):
             self.apply_reading()
         if self._kv_use is None or max_count < 1:
             return max_count
-        if self.is_reading_lost:
+        if self._is_missing and self.is_reading_lost:
             return 0
         room = self.compute_room()
         usual = self.memory.mean_call if self.needed is None else self.needed
@@ -114,7 +113,7 @@ class TokenBudget(LeasePart):
         and the pool is not full."""
         if tokens <= room:
             return True
-        return room > 0 and not self.memory.call_count and not self._limiter.other_owners_units
+        return room > 0 and not self.leases and not self._limiter.other_owners_units
 
     @property
     def is_reading_lost(self) -> bool:
@@ -164,18 +163,15 @@ class TokenBudget(LeasePart):
         now = loop_time()
         # Before the room, which depends on the mean of the requests if other dispatchers have some.
         calls = [self._estimate(claimed) for claimed in requests]
-        for call in calls:
-            self.memory.record_weight(call.prompt + call.output)
+        self.memory.record_weights(calls)
         kept = []
         room = 0.0 if self.is_reading_lost else self.compute_room()
         for claimed, call in zip(requests, calls, strict=True):
             entry = claimed.entry
             tokens = call.prompt + call.output
             # A probe shows whether the gateway is back, and no other request is sent meanwhile.
-            if entry.is_probe or self._fits(tokens, room):
-                token = entry.lease.token
-                self.leases[token] = call
-                self.memory.add_call(token, call.prompt, call.output, call.max_output, now)
+            if entry.is_probe or tokens <= room or self._fits(tokens, room):
+                self.memory.add_call(entry.lease.token, call, now)
                 room -= tokens
                 kept.append(claimed)
             else:
@@ -188,34 +184,27 @@ class TokenBudget(LeasePart):
 
     def _estimate(self, claimed: ClaimedRequest) -> CallTokens:
         """Return the estimated tokens of the next call for a request."""
-        token = claimed.entry.lease.token
+        token, request, part = claimed.entry.lease.token, claimed.request, None
         for find in self._context.hooks.find_call_tokens:
-            found = find(token)
-            if found is None:
-                continue
-            prompt, output = found
-            if prompt is not None:
-                return CallTokens(prompt, output, output)
-            whole = self._estimate_body(claimed)
-            return CallTokens(whole.prompt, output, output, whole.path, whole.body, is_part=True)
-        return self._estimate_body(claimed)
-
-    def _estimate_body(self, claimed: ClaimedRequest) -> CallTokens:
-        request = claimed.request
+            part = find(token) or part
+        if part is not None and part[0] is not None:
+            return CallTokens(part[0], part[1], part[1])
         path = request.endpoint or self._context.options.default_path
         call = self.estimator.estimate(scan_body(request.payload), path)
-        if self._options.assumed_prompt is None:
-            return call
-        factor = self._options.assumed_factor
-        return CallTokens(self._options.assumed_prompt * factor, call.output * factor, call.max_output)
+        if self._options.assumed_prompt is not None:
+            factor = self._options.assumed_factor
+            call = CallTokens(self._options.assumed_prompt * factor, call.output * factor, call.max_output)
+        if part is not None:
+            call.output = call.max_output = part[1]
+            call.is_part = True
+        return call
 
     def record_tokens(self, entry: InFlightLease, tokens_in: int, tokens_out: int) -> None:
         """Learn from the tokens that an answer reports. 0 stands for a missing number."""
-        token = entry.lease.token
-        self.memory.record_output(token, tokens_out, loop_time())
-        self.estimator.learn(self.leases[token], tokens_in, tokens_out)
+        call = self.leases[entry.lease.token]
+        call.generated = tokens_out
+        self.estimator.learn(call, tokens_in, tokens_out)
 
     def forget_lease(self, token: str) -> None:
         """Forget a lease that has ended."""
-        del self.leases[token]
         self.memory.remove_call(token, loop_time())

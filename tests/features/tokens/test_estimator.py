@@ -71,7 +71,7 @@ def test_part_of_an_answer_shows_only_the_prompt() -> None:
     estimator = TokenEstimator()
     body = BodyLength(1000, max_tokens=1000)
     whole = estimator.estimate(body, PATH)
-    part = CallTokens(whole.prompt, 50, 50, PATH, body, is_part=True)
+    part = CallTokens(whole.prompt, 50, 50, whole.kind, body, is_part=True)
     for _ in range(10):
         estimator.learn(part, 200, 50)
     assert estimator.estimate(body, PATH).output == 1000

@@ -8,9 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dispatcher.features.tokens.estimator import CallTokens
 from dispatcher.features.tokens.memory import INITIAL_TOKENS_PER_S, KvMemory
 
 CAPACITY = 100_000.0
+
+
+def add(memory: KvMemory, token: str, prompt: float, output: float, max_output: float, now: float) -> None:
+    memory.add_call(token, CallTokens(prompt, output, max_output), now)
+
+
+def end(memory: KvMemory, token: str, output: int, now: float) -> None:
+    """Let a call end whose answer reports that many tokens."""
+    memory.calls[token].generated = output
+    memory.remove_call(token, now)
 
 
 def read(memory: KvMemory, used: float, at: float, window_s: float = 0.0, others: int = 0) -> None:
@@ -22,7 +33,7 @@ def test_room_is_the_free_memory_without_the_reserve_and_without_what_requests_m
     assert memory.compute_room(0) == 0  # nothing is known
     read(memory, 40_000, 1.0)
     assert memory.compute_room(0) == pytest.approx(55_000)
-    memory.add_call("a", 6_000, 2_000, 2_000, 1.0)
+    add(memory, "a", 6_000, 2_000, 2_000, 1.0)
     assert memory.compute_room(0) == pytest.approx(47_000)
     memory.remove_call("a", 2.0)
     assert memory.compute_room(0) == pytest.approx(55_000)
@@ -30,7 +41,7 @@ def test_room_is_the_free_memory_without_the_reserve_and_without_what_requests_m
 
 def test_own_tokens_in_the_reading_are_not_reserved_twice() -> None:
     memory = KvMemory()
-    memory.add_call("a", 6_000, 3_000, 3_000, 100.0)
+    add(memory, "a", 6_000, 3_000, 3_000, 100.0)
     at = 100 + 2_000 / INITIAL_TOKENS_PER_S  # two thirds of the answer are generated
     read(memory, 40_000 + 8_000, at)
     assert memory.held == pytest.approx(8_000)
@@ -39,8 +50,8 @@ def test_own_tokens_in_the_reading_are_not_reserved_twice() -> None:
 
 def test_least_that_was_held_in_the_window_counts() -> None:
     memory = KvMemory()
-    memory.add_call("early", 10_000, 0, 0, 0.0)
-    memory.add_call("late", 20_000, 0, 0, 8.0)
+    add(memory, "early", 10_000, 0, 0, 0.0)
+    add(memory, "late", 20_000, 0, 0, 8.0)
     # The reading may be from before the late request was sent. Then realtime requests had all but 10,000.
     read(memory, 50_000, 10.0, window_s=5.0)
     assert memory.held == 10_000
@@ -51,13 +62,13 @@ def test_least_that_was_held_in_the_window_counts() -> None:
 
 def test_request_that_ended_in_the_window_is_not_certain() -> None:
     memory = KvMemory()
-    memory.add_call("a", 10_000, 0, 0, 0.0)
+    add(memory, "a", 10_000, 0, 0, 0.0)
     memory.remove_call("a", 8.0)
     read(memory, 50_000, 10.0, window_s=5.0)
     assert memory.held == 0
     read(memory, 50_000, 10.0, window_s=1.0)
     assert memory.held == 0
-    memory.add_call("b", 10_000, 0, 0, 10.5)
+    add(memory, "b", 10_000, 0, 0, 10.5)
     memory.remove_call("b", 30.0)
     read(memory, 50_000, 20.0)  # a late reading of the time when it ran
     assert memory.held == 10_000
@@ -66,14 +77,14 @@ def test_request_that_ended_in_the_window_is_not_certain() -> None:
 def test_window_before_all_that_is_known_proves_nothing() -> None:
     memory = KvMemory()
     for number in range(2_000):
-        memory.add_call(f"{number}", 10, 0, 0, float(number))
+        add(memory, f"{number}", 10, 0, 0, float(number))
     read(memory, 50_000, 1_900.0, window_s=1_000.0)
     assert memory.held == 0
 
 
 def test_room_is_never_above_that_of_an_idle_pool() -> None:
     memory = KvMemory()
-    memory.add_call("a", 50_000, 0, 0, 0.0)
+    add(memory, "a", 50_000, 0, 0, 0.0)
     read(memory, 1_000, 10.0)  # less than the request was estimated to hold
     memory.remove_call("a", 11.0)
     assert memory.compute_room(0) == pytest.approx(95_000)
@@ -81,8 +92,8 @@ def test_room_is_never_above_that_of_an_idle_pool() -> None:
 
 def test_request_that_generates_more_than_estimated_reserves_more() -> None:
     memory = KvMemory()
-    memory.add_call("a", 1_000, 300, 3_000, 0.0)
-    memory.add_call("limited", 1_000, 300, 300, 0.0)
+    add(memory, "a", 1_000, 300, 3_000, 0.0)
+    add(memory, "limited", 1_000, 300, 300, 0.0)
     read(memory, 5_000, 600 / INITIAL_TOKENS_PER_S)
     assert memory.reserved == pytest.approx(1_000 + 600 * 1.25 + 1_300)
     read(memory, 5_000, 10**6)
@@ -94,20 +105,18 @@ def test_request_that_generates_more_than_estimated_reserves_more() -> None:
 
 def test_speed_of_generation_is_learned() -> None:
     memory = KvMemory()
-    memory.add_call("a", 0, 1_000, 1_000, 100.0)
-    for _ in range(500):
-        memory.record_output("a", 1_000, 110.0)
-    memory.record_output("unknown", 10**9, 110.0)
-    memory.record_output("a", 10**9, 100.0)
-    memory.record_output("a", 0, 110.0)
+    for output, ended_at in ((1_000, 110.0),) * 500 + ((10**9, 100.0), (0, 110.0)):
+        add(memory, "a", 0, 1_000, 1_000, 100.0)
+        end(memory, "a", output, ended_at)
+    add(memory, "a", 0, 1_000, 1_000, 100.0)
     read(memory, 50_000, 105.0)
     assert memory.held == pytest.approx(500, rel=0.01)  # 100 tokens/s for 5 s
 
 
 def test_requests_of_other_dispatchers_count_like_those_of_this_one() -> None:
     memory = KvMemory()
-    memory.record_weight(8_000)
-    memory.add_call("a", 6_000, 2_000, 2_000, 0.0)
+    memory.record_weights([CallTokens(6_000, 2_000, 2_000)])
+    add(memory, "a", 6_000, 2_000, 2_000, 0.0)
     read(memory, 50_000, 0.0, others=3)
     share = 6_000 / 8_000
     assert memory.held == pytest.approx(3 * 8_000 * share)  # the own request may come after the reading
@@ -120,19 +129,19 @@ def test_requests_of_other_dispatchers_count_like_those_of_this_one() -> None:
 
 def test_least_within_a_tenth_of_a_second_is_kept() -> None:
     memory = KvMemory()
-    memory.add_call("a", 1_000, 5_000, 5_000, 0.0)
-    memory.add_call("b", 3_000, 0, 0, 10.0)
+    add(memory, "a", 1_000, 5_000, 5_000, 0.0)
+    add(memory, "b", 3_000, 0, 0, 10.0)
     memory.remove_call("a", 10.05)  # 3,000 are left
-    memory.add_call("c", 2_000, 500, 500, 10.06)
+    add(memory, "c", 2_000, 500, 500, 10.06)
     read(memory, 50_000, 10.07)
     assert memory.held == pytest.approx(3_000)
 
 
 def test_changes_more_than_a_tenth_of_a_second_apart_are_kept_apart() -> None:
     memory = KvMemory()
-    memory.add_call("a", 4_000, 0, 0, 0.0)
+    add(memory, "a", 4_000, 0, 0, 0.0)
     memory.remove_call("a", 5.0)
-    memory.add_call("b", 3_000, 0, 0, 5.2)
+    add(memory, "b", 3_000, 0, 0, 5.2)
     read(memory, 50_000, 5.5, window_s=0.15)
     assert memory.held == 3_000
     read(memory, 50_000, 5.5, window_s=0.35)
@@ -141,8 +150,8 @@ def test_changes_more_than_a_tenth_of_a_second_apart_are_kept_apart() -> None:
 
 def test_least_output_within_a_tenth_of_a_second_counts_with_the_prompt() -> None:
     memory = KvMemory()
-    memory.add_call("a", 1_000, 0, 0, 0.0)
-    memory.add_call("b", 0, 9_000, 9_000, 10.0)
+    add(memory, "a", 1_000, 0, 0, 0.0)
+    add(memory, "b", 0, 9_000, 9_000, 10.0)
     memory.remove_call("a", 10.05)  # more than 1,000 are left, though no prompt is
     read(memory, 50_000, 10.06)
     assert memory.held == pytest.approx(1_000)
@@ -150,14 +159,13 @@ def test_least_output_within_a_tenth_of_a_second_counts_with_the_prompt() -> Non
 
 def test_mean_of_recent_calls() -> None:
     memory = KvMemory()
-    for tokens in (1_000, 1_320):
-        memory.record_weight(tokens)
+    memory.record_weights([CallTokens(900, 100, 100), CallTokens(1_320, 0, 0)])
     assert memory.mean_call == pytest.approx(1_010)
 
 
 def test_finished_answer_of_limited_length_reserves_no_more() -> None:
     memory = KvMemory()
-    memory.add_call("short", 0, 100, 3_000, 0.0)
+    add(memory, "short", 0, 100, 3_000, 0.0)
     read(memory, 5_000, 50 / INITIAL_TOKENS_PER_S)  # it has not reached the estimate
     assert memory.reserved == 100
 
@@ -181,7 +189,7 @@ def test_room_is_at_most_what_was_free_plus_what_requests_certainly_held(
     for when, sign, number in sorted(changes, key=lambda each: (each[0], each[2], -each[1])):
         _, _, prompt, output = calls[number]
         if sign > 0:
-            memory.add_call(f"{number}", prompt, output, output, when)
+            add(memory, f"{number}", prompt, output, output, when)
         else:
             memory.remove_call(f"{number}", when)
         total += sign * (prompt + output)
@@ -193,7 +201,7 @@ def test_room_is_at_most_what_was_free_plus_what_requests_certainly_held(
     assert memory.held <= least + 1e-6
     limit = 0.95 * CAPACITY
     assert memory.compute_room(0) <= min(limit, limit - used + least) + 1e-6
-    assert (memory.reserved, memory.call_count) == (0, 0)
+    assert (memory.reserved, len(memory.calls)) == (0, 0)
 
 
 OPERATIONS = st.lists(
@@ -209,21 +217,20 @@ OPERATIONS = st.lists(
 def test_nothing_stays_reserved_after_any_history(
     operations: list[tuple[bool, int, float, int, int]],
 ) -> None:
-    """Calls that are added twice or removed twice, and late reports, leave nothing behind."""
+    """Calls that are added twice or removed twice leave nothing behind."""
     memory, now = KvMemory(), 0.0
     present: dict[str, tuple[int, int]] = {}
     for is_added, number, wait_s, prompt, output in operations:
         now += wait_s
         token = f"{number}"
         if is_added:
-            memory.add_call(token, prompt, output, output, now)
+            add(memory, token, prompt, output, output, now)
             present[token] = prompt, output
         else:
             memory.remove_call(token, now)
             present.pop(token, None)
-            memory.record_output(token, output, now)
         assert memory.reserved == pytest.approx(sum(map(sum, present.values())))
-        assert memory.call_count == len(present)
+        assert len(memory.calls) == len(present)
     for token in present:
         memory.remove_call(token, now)
     assert memory.reserved == 0
