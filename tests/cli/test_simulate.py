@@ -441,6 +441,10 @@ def test_missing_matplotlib_names_the_extra_to_install(tmp_path: Path) -> None:
         (["--slice", "0"], "--slice: must be at least 1, not 0"),
         (["--slice", "250", "--set", "batch_seconds=1"], "leave out batch_seconds"),
         (["--set", "kv_tokens=1000", "--set", "batch_seconds=1"], "kv_tokens needs requests with tokens"),
+        (["--set", "batch_mix=.5:500"], "give a share, context tokens and tokens, such as 0.5:500:145"),
+        (["--set", "batch_mix=1.5:500:145"], "the share is from 0 to 1"),
+        (["--set", "batch_mix=.5:500:0"], "the tokens from 1 on"),
+        (["--set", "batch_mix=.5:500:145", "--set", "batch_seconds=1"], "batch_mix needs requests with"),
         (["--policy", "whole"], "without --slice, dispatcher sends requests whole as well"),
         (["--set", "revokes_slices=true"], "set slice_tokens, too"),
     ],
@@ -454,7 +458,9 @@ def test_wrong_usage_exits_2_and_says_why(arguments: list[str], said: str) -> No
 
 def test_scenario_file_is_played_and_options_override_it(tmp_path: Path) -> None:
     scenario = tmp_path / "night.yaml"
-    scenario.write_text("slots: 32\nseconds: 30\nslots_at: 10:16, 20:24\ndetector: none\nreserve: 0.5\n")
+    scenario.write_text(
+        "slots: 32\nseconds: 30\nslots_at: 10:16, 20:24\ndetector: none\nreserve: 0.5\nbatch_mix: 1:5:14\n"
+    )
     done = simulate(
         "--scenario", scenario, "--reserve", "0.1", "--set", "lag_s=0.2", "--policy", "none", "--json"
     )
@@ -462,6 +468,7 @@ def test_scenario_file_is_played_and_options_override_it(tmp_path: Path) -> None
     played = json.loads(done.stdout)["scenario"]
     expected = {"slots": 32, "seconds": 30, "slots_at": [[10, 16], [20, 24]], "detector": "none"}
     assert played == played | expected | {"reserve": 0.1, "lag_s": 0.2}
+    assert played["batch"]["mix"] == [1, 5, 14]
 
 
 def test_problems_of_a_scenario_file_have_their_lines(tmp_path: Path) -> None:

@@ -70,9 +70,9 @@ class LiveRun:
         random_source = random.Random(f"{number}/batch")
         deadline = int(time.time() + 3600)
         members = {
-            encode_member(f"batch-{n:08d}", {"max_tokens": batch.draw(random_source)}, deadline): float(
-                deadline
-            )
+            encode_member(
+                f"batch-{n:08d}", {"max_tokens": batch.draw_size(random_source)[1]}, deadline
+            ): float(deadline)
             for n in range(6000)
         }
         stage.producer.client.zadd(f"batch:{{{pool}}}:requests", members)

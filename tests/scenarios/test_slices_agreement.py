@@ -179,7 +179,7 @@ def test_slices_take_as_long_at_the_stand_in_as_in_the_simulator() -> None:
         body = {"model": "m", "prompt": tokens, "max_tokens": max_tokens, "ignore_eos": True}
         request = parse_request(json.dumps(body).encode(), is_chat=False, config=ENGINE)
         answer = request.generate_answer(cache.count_cached("m", tokens))
-        job = scenario.make_call(1000, len(generated), max_tokens)
+        job = scenario.make_call(BATCH.context, 1000, len(generated), max_tokens)
         assert answer.token_count == job.tokens
         block_s = compute_work_s(BLOCK_TOKENS, 0.0) - compute_work_s(0, 0.0)
         assert answer.work_s == pytest.approx(job.work_s, abs=block_s / 2 if generated else 1e-9)
@@ -261,7 +261,7 @@ class LiveRun:
         if self.way is not None:
             self._producer.add_members(
                 {
-                    self._build_member(f"batch-{n:08d}", BATCH.draw_tokens(self._random)): time.time() + 3600
+                    self._build_member(f"batch-{n:08d}", BATCH.draw_size(self._random)[1]): time.time() + 3600
                     for n in range(REQUESTS)
                 }
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,8 @@ class TokenOptions:
     """KV memory of an endpoint in tokens. `None` if the readings show it."""
     reserve: float = 0.05
     """Share of the memory that batch requests never take: that of the limit on requests."""
-    assumed_prompt: int | None = None
-    """Number of tokens of every prompt, instead of an estimate. Only for simulated requests."""
+    find_prompt: Callable[[bytes], float] | None = None
+    """Return the tokens of the prompt of a body, instead of an estimate. Only for simulated requests."""
     assumed_factor: float = 1.0
     """Factor of every estimate. Only for simulated requests."""
 

@@ -191,9 +191,9 @@ class TokenBudget(LeasePart):
             return CallTokens(part[0], part[1], part[1])
         path = request.endpoint or self._context.options.default_path
         call = self.estimator.estimate(scan_body(request.payload), path)
-        if self._options.assumed_prompt is not None:
-            factor = self._options.assumed_factor
-            call = CallTokens(self._options.assumed_prompt * factor, call.output * factor, call.max_output)
+        if self._options.find_prompt is not None:
+            factor, prompt = self._options.assumed_factor, self._options.find_prompt(request.payload)
+            call = CallTokens(prompt * factor, call.output * factor, call.max_output)
         if part is not None:
             call.output = call.max_output = part[1]
             call.is_part = True

@@ -49,11 +49,11 @@ def _build_member_template(payload: bytes) -> bytes:
     """Return the template of a batch request, filled in with its number and the fields of the payload.
     Encoding hundreds of thousands of requests one by one would take longer."""
     member = encode_member("batch-%08d", payload, FOREVER, created=int(EPOCH))
-    # A number in JSON, but the template has to be valid JSON, too, to be encoded.
-    return member.replace(b'"max_tokens":"%d"', b'"max_tokens":%d')
+    # Numbers in JSON, but the template has to be valid JSON, too, to be encoded.
+    return member.replace(b'"%d"', b"%d")
 
 
-MEMBER_TEMPLATE = _build_member_template(b'{"max_tokens":"%d"}')
+MEMBER_TEMPLATE = _build_member_template(b'{"context":"%d","max_tokens":"%d"}')
 SLICED_MEMBER_TEMPLATE = _build_member_template(sliced_requests.PAYLOAD_TEMPLATE)
 
 
@@ -64,15 +64,23 @@ def _build_token_options(scenario: Scenario) -> dict[type, object]:
     # A build without the feature simulates dispatchers that count requests only.
     from dispatcher.features.tokens.options import TokenOptions
 
+    parse = _parse_payload if scenario.slice_tokens is None else sliced_requests.parse_payload
     options = TokenOptions(
         is_on=True,
         per_endpoint=scenario.kv_tokens // scenario.pods,
         reserve=scenario.reserve,
         # The simulated bodies are shorter than their prompts.
-        assumed_prompt=scenario.batch.context,
+        find_prompt=lambda payload: parse(payload)[0],
         assumed_factor=scenario.token_factor,
     )
     return {TokenOptions: options}
+
+
+def _parse_payload(payload: bytes) -> tuple[int, int]:
+    """Return the context tokens and the tokens of a request that is not sliced."""
+    # The payload comes from MEMBER_TEMPLATE: splitting is much cheaper than decoding JSON.
+    context, _, tokens = payload[len(b'{"context":') : -1].partition(b',"max_tokens":')
+    return int(context), int(tokens)
 
 
 class _MeterOnlyJournal(Journal):
@@ -290,27 +298,25 @@ class DispatcherPolicy(Policy):
 
     def _make_job(self, request: Request) -> Job:
         self._refill_queue()
-        # The payload comes from MEMBER_TEMPLATE: slicing is much cheaper than decoding JSON.
         return self._scenario.batch.make_job(
-            int(request.payload[len(b'{"max_tokens":') : -1]), self._scenario.requests_per_job
+            *_parse_payload(request.payload), self._scenario.requests_per_job
         )
 
     def _make_slice(self, request: Request) -> Job:
         self._refill_queue()
-        tokens, generated_tokens, max_tokens = sliced_requests.parse_payload(request.payload)
         return self._scenario.make_call(
-            tokens, generated_tokens, max_tokens, request_count=self._scenario.requests_per_job
+            *sliced_requests.parse_payload(request.payload), request_count=self._scenario.requests_per_job
         )
 
     def _refill_queue(self) -> None:
         """Add requests until the queue has more unanswered ones than can ever be in flight."""
         while self._submitted - self._transport.ended[JobEnd.ANSWERED] < self.workers:
             # Equal scores: the queue takes them in the order of their bytes, which is that of their numbers.
-            tokens = self._scenario.batch.draw_tokens(self._token_rng)
+            context, tokens = self._scenario.batch.draw_size(self._token_rng)
             member = (
-                MEMBER_TEMPLATE % (self._submitted, tokens)
+                MEMBER_TEMPLATE % (self._submitted, context, tokens)
                 if self._scenario.slice_tokens is None
-                else SLICED_MEMBER_TEMPLATE % (self._submitted, tokens, tokens)
+                else SLICED_MEMBER_TEMPLATE % (self._submitted, context, tokens, tokens)
             )
             self._store.add_member(member, NO_DEADLINE)
             # As if a dispatcher had already weighed it.

@@ -54,6 +54,7 @@ class PolicyName(StrEnum):
 class _BatchRequest:
     """Batch request of a policy other than the dispatcher."""
 
+    context: int
     tokens: int
     generated_tokens: int = 0
     """Number of tokens that its slices have generated so far."""
@@ -260,17 +261,17 @@ class _Experiment:
         self._policy.record_sent(now)
         scenario, batch = self._scenario, self._scenario.batch
         request = (
-            self._returned.popleft() if self._returned else _BatchRequest(batch.draw_tokens(self._token_rng))
+            self._returned.popleft() if self._returned else _BatchRequest(*batch.draw_size(self._token_rng))
         )
         if scenario.slice_tokens is None:
-            job = batch.make_job(request.tokens)
+            job = batch.make_job(request.context, request.tokens)
         else:
             # A build without the feature simulates whole requests.
             from dispatcher.features.slices.size import vary_tokens
 
             self._slice_number += 1
             max_tokens = vary_tokens(scenario.slice_tokens, self._slice_number)
-            job = scenario.make_call(request.tokens, request.generated_tokens, max_tokens)
+            job = scenario.make_call(request.context, request.tokens, request.generated_tokens, max_tokens)
         self._transport.send_job(job, partial(self._handle_end, request, job))
 
     def _handle_end(self, request: _BatchRequest, job: Job, end: JobEnd) -> None:

@@ -202,7 +202,7 @@ class Scenario:
         return random.Random(f"{self.seed}/look").random() * self.metrics_refresh_s
 
     def make_call(
-        self, tokens: int, generated_tokens: int, max_tokens: int, *, request_count: int = 1
+        self, context: int, tokens: int, generated_tokens: int, max_tokens: int, *, request_count: int = 1
     ) -> Job:
         """Make the job of a call that generates at most `max_tokens` tokens of a batch request.
 
@@ -213,7 +213,7 @@ class Scenario:
         work_s = (
             self.slice_overhead_s + TOKEN_S * new_tokens
             if generated_tokens
-            else compute_work_s(self.batch.context, new_tokens)
+            else compute_work_s(context, new_tokens)
         )
         return Job(
             work_s,
@@ -221,7 +221,7 @@ class Scenario:
             is_batch=True,
             request_count=request_count,
             earlier_tokens=generated_tokens,
-            context_tokens=self.batch.context,
+            context_tokens=context,
             is_last=generated_tokens + new_tokens >= tokens,
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,7 @@ from dispatcher.lab.simulation.scenario import (
     Order,
     Scenario,
 )
-from dispatcher.lab.simulation.world import BatchProfile
+from dispatcher.lab.simulation.world import BatchMix, BatchProfile
 from dispatcher.lab.standin.made_up_traffic import TRACE_MAKERS
 from dispatcher.lab.standin.model import BATCH_CONTEXT, BATCH_SPREAD, BATCH_TOKENS
 from dispatcher.settings.load import config_directory, find_problems, read_config
@@ -75,9 +76,24 @@ def _parse_times(value: object) -> object:
         raise setting_error("give times in seconds, such as 100, 200") from None
 
 
+def _parse_mix(value: object) -> object:
+    """Parse `0.5:500:145`."""
+    if value is None or isinstance(value, BatchMix):
+        return value
+    try:
+        share, context, tokens = str(value).split(":")
+        mix = BatchMix(float(share), int(context), float(tokens))
+    except ValueError:
+        raise setting_error("give a share, context tokens and tokens, such as 0.5:500:145") from None
+    if not (0 <= mix.share <= 1 and mix.context >= 0 and 1 <= mix.tokens < inf):
+        raise setting_error("the share is from 0 to 1, the context from 0 on, and the tokens from 1 on")
+    return mix
+
+
 Pairs = Annotated[tuple[tuple[float, float], ...], BeforeValidator(_parse_pairs)]
 Intervals = Annotated[tuple[tuple[float, float], ...], BeforeValidator(_parse_intervals)]
 Counts = Annotated[tuple[tuple[float, int], ...], BeforeValidator(_parse_counts)]
+Mix = Annotated[BatchMix | None, BeforeValidator(_parse_mix)]
 Times = Annotated[tuple[float, ...], BeforeValidator(_parse_times)]
 
 
@@ -164,6 +180,11 @@ class ScenarioFile(Section):
         ge=0,
         le=3,
         description="Standard deviation of the logarithm of the tokens. 0: all are equal.",
+    )
+    batch_mix: Mix = Field(
+        None,
+        description="Share of the batch requests that has another size, with its context and its tokens, "
+        "such as 0.5:500:145 (SHARE:CONTEXT:TOKENS).",
     )
     batch_seconds: float | None = Field(
         None, ge=0.001, description="Duration of a batch request in an empty pool, instead of tokens."
@@ -273,8 +294,8 @@ class ScenarioFile(Section):
             raise setting_error("revokes_slices: only slices can be ended early; set slice_tokens, too")
         if self.counts_tokens and self.kv_tokens is None:
             raise setting_error("counts_tokens: set kv_tokens, the size of the memory")
-        for key, value in (("slice_tokens", self.slice_tokens), ("kv_tokens", self.kv_tokens)):
-            if value is not None and self.batch_seconds is not None:
+        for key in ("slice_tokens", "kv_tokens", "batch_mix"):
+            if getattr(self, key) is not None and self.batch_seconds is not None:
                 raise setting_error(f"{key} needs requests with tokens: leave out batch_seconds")
         if [bool(self.trace), bool(self.steps), bool(self.prometheus)].count(True) > 1:
             raise setting_error("trace, steps and prometheus: give one of them")
@@ -291,7 +312,9 @@ class ScenarioFile(Section):
         """Return the scenario with the duration that is played. Time steps are left to the caller."""
         shared = {each.name for each in fields(Scenario)} & type(self).model_fields.keys()
         values = {name: getattr(self, name) for name in shared - {"time_step_s", "requests_per_job"}}
-        batch = BatchProfile(self.batch_tokens, self.batch_spread, self.batch_seconds, self.batch_context)
+        batch = BatchProfile(
+            self.batch_tokens, self.batch_spread, self.batch_seconds, self.batch_context, self.batch_mix
+        )
         return Scenario(**{**values, "seconds": seconds, "batch": batch})
 
 

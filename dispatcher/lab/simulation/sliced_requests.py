@@ -1,7 +1,8 @@
 """Batch requests that the simulated dispatcher sends in slices, and the answers of the simulated servers.
 
-The prompt of a request is the number of tokens that the servers will generate for it, and the text of each
-token is one dot. So the dots in the prompt of a later slice say how many tokens there are already.
+The prompt of a request has the number of its context tokens and the number of tokens that the servers will
+generate for it. The text of each token is one dot, so the dots in the prompt of a later slice say how many
+tokens there are already.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from dispatcher.lab.standin.model import TOKEN_S
 from dispatcher.requests.request import Request
 
 PATH = "/v1/completions"
-PAYLOAD_TEMPLATE = b'{"prompt":"%d","max_tokens":"%d"}'
-"""Template of the payload of a request, filled in twice with its number of tokens. The second one becomes a
-number."""
+PAYLOAD_TEMPLATE = b'{"prompt":"%d:%d","max_tokens":"%d"}'
+"""Template of the payload of a request, filled in with its context and twice with its number of tokens. The
+last one becomes a number."""
 _DOT = b"."
 _ANSWER_TEMPLATE = (
     b'{"id":"%b","object":"text_completion","created":1,"model":"m",'
@@ -49,12 +50,13 @@ def build_options(slice_tokens: int | None, *, revokes: bool) -> dict[type, obje
     return {SliceOptions: options}
 
 
-def parse_payload(payload: bytes) -> tuple[int, int, int]:
-    """Return the number of tokens of the whole request, the number of those that were generated before, and
-    the maximum for this call."""
+def parse_payload(payload: bytes) -> tuple[int, int, int, int]:
+    """Return the context tokens and the tokens of the whole request, the number of those that were generated
+    before, and the maximum for this call."""
     body = _decode(payload)
-    number = body.prompt.rstrip(_DOT.decode())
-    return int(number), len(body.prompt) - len(number), body.max_tokens
+    size = body.prompt.rstrip(_DOT.decode())
+    context, _, tokens = size.partition(":")
+    return int(context), int(tokens), len(body.prompt) - len(size), body.max_tokens
 
 
 def build_answer(request: Request, job: Job) -> bytes:

@@ -30,6 +30,7 @@ from math import floor, inf, nan
 from operator import itemgetter
 from random import Random
 from statistics import pstdev
+from typing import NamedTuple
 
 import msgspec
 
@@ -97,6 +98,14 @@ class Job(msgspec.Struct, eq=False):
         return (at - self.started_at) / (self.ends_at - self.started_at)
 
 
+class BatchMix(NamedTuple):
+    """Share of the batch requests that has a size of its own."""
+
+    share: float
+    context: int
+    tokens: float
+
+
 @dataclass(frozen=True, slots=True)
 class BatchProfile:
     """Properties of batch requests."""
@@ -108,20 +117,28 @@ class BatchProfile:
     """Duration of each request in an empty pool. `None` if it follows from the tokens."""
     context: int = BATCH_CONTEXT
     """Context tokens of each request."""
+    mix: BatchMix | None = None
+    """Requests of another size among them. `None` if there are none."""
 
     @property
     def mean_s(self) -> float:
-        """Average duration of a request in an empty pool."""
-        return compute_work_s(self.context, self.tokens) if self.seconds is None else self.seconds
+        """Average duration of a request in an empty pool: of the shorter ones, if there are two sizes."""
+        if self.seconds is not None:
+            return self.seconds
+        mean_s = compute_work_s(self.context, self.tokens)
+        return mean_s if self.mix is None else min(mean_s, compute_work_s(self.mix.context, self.mix.tokens))
 
-    def draw_tokens(self, draws: Random) -> int:
-        """Draw the number of tokens of the next request."""
-        return draw_tokens(draws, self.tokens, self.spread)
+    def draw_size(self, draws: Random) -> tuple[int, int]:
+        """Draw the context and the number of generated tokens of the next request."""
+        # Without a mix, the draws are the same as ever.
+        if self.mix is not None and draws.random() < self.mix.share:
+            return self.mix.context, draw_tokens(draws, self.mix.tokens, self.spread)
+        return self.context, draw_tokens(draws, self.tokens, self.spread)
 
-    def make_job(self, tokens: int, request_count: int = 1) -> Job:
+    def make_job(self, context: int, tokens: int, request_count: int = 1) -> Job:
         """Make a job that generates this number of tokens, for one request or for several identical ones."""
-        work = compute_work_s(self.context, tokens) if self.seconds is None else self.seconds
-        return Job(work, tokens, True, request_count, context_tokens=self.context)
+        work = compute_work_s(context, tokens) if self.seconds is None else self.seconds
+        return Job(work, tokens, True, request_count, context_tokens=context)
 
 
 def make_realtime_jobs(trace: Trace, *, holds_kv: bool = False) -> Iterator[tuple[float, Job]]:

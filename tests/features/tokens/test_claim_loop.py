@@ -34,7 +34,7 @@ class Owner:
         self.limiter = SimpleNamespace(
             kv_use=None, other_owners_units=0, bound_other_owners=lambda a, b: (0, 0)
         )
-        options = TokenOptions(is_on=True, per_endpoint=CAPACITY, assumed_prompt=1)
+        options = TokenOptions(is_on=True, per_endpoint=CAPACITY, find_prompt=lambda payload: 1)
         context: Any = SimpleNamespace(
             limiter=self.limiter,
             options=Options(RetryPolicy(), of_features={TokenOptions: options}),

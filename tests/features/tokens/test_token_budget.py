@@ -249,7 +249,7 @@ def test_estimated_tokens_of_a_simulated_request_have_a_factor() -> None:
         (call,) = find_budget(scene).leases.values()
         assert (call.prompt, call.output, call.max_output) == (1_400, 140, 100)
 
-    run(check, assumed_prompt=1_000, assumed_factor=1.4)
+    run(check, find_prompt=lambda payload: 1_000, assumed_factor=1.4)
 
 
 def test_request_without_room_is_tried_again_at_most_once_a_second() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -13,7 +14,7 @@ from dispatcher.lab.simulation import sliced_requests
 from dispatcher.lab.simulation.experiment import PolicyName, Run, run_scenario
 from dispatcher.lab.simulation.report import build_row
 from dispatcher.lab.simulation.scenario import Scenario
-from dispatcher.lab.simulation.world import BatchProfile
+from dispatcher.lab.simulation.world import BatchMix, BatchProfile
 from dispatcher.lab.standin import made_up_traffic
 from dispatcher.lab.standin.model import compute_work_s
 from dispatcher.requests.request import Request
@@ -47,14 +48,14 @@ def run_idle(policy: PolicyName = PolicyName.DISPATCHER, **scenario: Any) -> Run
 
 def test_only_the_first_slice_processes_the_context() -> None:
     scenario = Scenario(slice_overhead_s=0.04)
-    first, second = scenario.make_call(600, 0, 250), scenario.make_call(600, 250, 250)
+    first, second = scenario.make_call(500, 600, 0, 250), scenario.make_call(500, 600, 250, 250)
     assert first.work_s == compute_work_s(500, 250)
     assert second.work_s == pytest.approx(0.04 + 250 * 0.012)
 
 
 def test_last_slice_generates_what_is_left() -> None:
     scenario = Scenario()
-    slices = [scenario.make_call(600, generated, 250) for generated in (0, 250, 500)]
+    slices = [scenario.make_call(500, 600, generated, 250) for generated in (0, 250, 500)]
     assert [(each.earlier_tokens, each.tokens, each.is_last) for each in slices] == [
         (0, 250, False),
         (250, 250, False),
@@ -64,16 +65,16 @@ def test_last_slice_generates_what_is_left() -> None:
 
 def test_prompt_of_a_slice_says_what_was_generated_before() -> None:
     scenario = Scenario()
-    first = b'{"prompt":"600","max_tokens":250}'
-    assert sliced_requests.parse_payload(first) == (600, 0, 250)
-    later = b'{"prompt":"600%b","max_tokens":100}' % (b"." * 500)
+    first = b'{"prompt":"500:600","max_tokens":250}'
+    assert sliced_requests.parse_payload(first) == (500, 600, 0, 250)
+    later = b'{"prompt":"500:600%b","max_tokens":100}' % (b"." * 500)
     assert scenario.make_call(*sliced_requests.parse_payload(later)).is_last
 
 
 @pytest.mark.parametrize(("until", "tokens"), [(0.0, 0), (1.0, 0), (1.2, 0), (2.29, 50), (99.0, 100)])
 def test_stream_has_the_tokens_that_were_generated_until_then(until: float, tokens: int) -> None:
     """The slice takes 0.47 s to its first token and 1.2 s for the others."""
-    job = Scenario(slice_overhead_s=0.47).make_call(600, 500, 100)
+    job = Scenario(slice_overhead_s=0.47).make_call(500, 600, 500, 100)
     job.started_at, job.ends_at = 1.0, 1.0 + 1.67 * 1.2  # 1.2 times as slow as in an empty pool
     if until > job.ends_at:
         job.finished_at = job.ends_at
@@ -82,8 +83,33 @@ def test_stream_has_the_tokens_that_were_generated_until_then(until: float, toke
 
 
 def test_slice_that_has_not_started_has_no_events() -> None:
-    job = Scenario().make_call(600, 0, 100)
+    job = Scenario().make_call(500, 600, 0, 100)
     assert not sliced_requests.build_events(Request("r-1", 1, b""), job, 5.0)
+
+
+def test_requests_of_a_mix_have_their_own_contexts_whole_and_in_slices() -> None:
+    batch = BatchProfile(400.0, 0.0, context=6_000, mix=BatchMix(0.25, 500, 300))
+    draws = random.Random(1)
+    sizes = [batch.draw_size(draws) for _ in range(1_000)]
+    assert set(sizes) == {(6_000, 400), (500, 300)}
+    assert 200 < sizes.count((500, 300)) < 300
+    assert batch.mean_s == compute_work_s(500, 300)
+    whole, sliced = (run_idle(batch=batch, slice_tokens=tokens, seconds=300.0) for tokens in (None, 250))
+    mean_s = 0.75 * compute_work_s(6_000, 400) + 0.25 * compute_work_s(500, 300)
+    for run in (whole, sliced):
+        # All slots are taken, so each request takes twice as long as in an empty pool.
+        assert run.tokens / 300.0 == pytest.approx(8 * 375 / (2 * mean_s), rel=0.1)
+
+
+@pytest.mark.parametrize("policy", [PolicyName.DISPATCHER, PolicyName.ALL_KNOWING])
+def test_contexts_of_a_mix_take_time_under_each_policy(policy: PolicyName) -> None:
+    long = BatchProfile(400.0, 0.0, context=6_000, mix=BatchMix(1.0, 500, 400))
+    short = BatchProfile(400.0, 0.0)
+    for tokens in (None, 250):
+        mixed, equal = (
+            run_idle(policy, batch=batch, slice_tokens=tokens, seconds=30.0) for batch in (long, short)
+        )
+        assert mixed.tokens == equal.tokens
 
 
 # ── what is counted ──────────────────────────────────────────────────────────────────────────────────────

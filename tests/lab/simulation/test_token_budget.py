@@ -10,7 +10,7 @@ import pytest
 from dispatcher.lab.simulation.experiment import PolicyName, run_scenario
 from dispatcher.lab.simulation.metrics import Detector
 from dispatcher.lab.simulation.scenario import Scenario
-from dispatcher.lab.simulation.world import BatchProfile
+from dispatcher.lab.simulation.world import BatchMix, BatchProfile
 from dispatcher.lab.standin.made_up_traffic import make_burst_trace, make_step_trace
 from dispatcher.lab.standin.trace import BUNDLED, Trace, load_trace
 
@@ -22,6 +22,7 @@ LONG = Scenario(
     batch=BatchProfile(tokens=2_000, spread=0.0, context=6_000),
 )
 SHORT = replace(LONG, seconds=300.0, batch=BatchProfile(tokens=145, spread=0.0, context=500))
+MIXED = replace(LONG, batch=replace(LONG.batch, mix=BatchMix(0.5, 500, 145)))
 STEPS = [(0.0, 10), (150.0, 30), (300.0, 50), (450.0, 20), (600.0, 40), (750.0, 10)]
 
 
@@ -64,9 +65,17 @@ def test_realtime_waits_a_small_part_as_long(
 
 
 @pytest.mark.slow
+def test_realtime_waits_a_small_part_as_long_for_a_mix_of_long_and_short_requests(recorded: Trace) -> None:
+    requests, tokens = compare(replace(MIXED, detector=Detector.SERVERS), recorded)
+    assert requests.mean_wait_s > 10 * tokens.mean_wait_s
+    assert tokens.tokens > 0.97 * requests.tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [LONG.batch, MIXED.batch])
 @pytest.mark.parametrize("detector", [Detector.SERVERS, Detector.UTILIZATION])
-def test_realtime_hardly_waits_for_slices(recorded: Trace, detector: Detector) -> None:
-    requests, tokens = compare(replace(LONG, slice_tokens=250, detector=detector), recorded)
+def test_realtime_hardly_waits_for_slices(recorded: Trace, detector: Detector, batch: BatchProfile) -> None:
+    requests, tokens = compare(replace(LONG, slice_tokens=250, detector=detector, batch=batch), recorded)
     assert tokens.mean_wait_s < 0.1
     assert tokens.tokens > 0.95 * requests.tokens
 
