@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from dispatcher.requests.outcomes.outcome import Outcome
     from dispatcher.requests.queue_counts import QueueCounts
     from dispatcher.requests.request import Request
+    from dispatcher.requests.usage import TokenUsage
     from dispatcher.telemetry.status import FeatureStatus
 
 
@@ -90,8 +91,8 @@ class LeasePart:
     def stop(self, entry: InFlightLease, request: Request) -> None:
         """Keep what is worth keeping of an answer that is no longer awaited."""
 
-    def record_tokens(self, entry: InFlightLease, tokens_in: int, tokens_out: int) -> None:
-        """Record the tokens that an answer of the model server reports. 0 stands for a missing number."""
+    def record_tokens(self, entry: InFlightLease, usage: TokenUsage) -> None:
+        """Record the tokens that an answer of the model server reports."""
 
     def end(self, entry: InFlightLease, completion: Completion, result: AttemptResult) -> Completion:
         """Return the completion of an answered request with what the feature adds to it. `result` has the

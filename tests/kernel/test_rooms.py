@@ -15,6 +15,7 @@ from dispatcher.kernel.in_flight import InFlightLease
 from dispatcher.limit.budget import Reason
 from dispatcher.requests.outcomes.outcome import Delivered, Outcome, Unreachable
 from dispatcher.requests.request import Request
+from dispatcher.requests.usage import TokenUsage
 from tests.kernel.scene import AnsweringGateway, Scene
 
 REQUESTS = [f"r-{number}" for number in range(10)]
@@ -41,9 +42,9 @@ class Hall(LeasePart):
         self.leases |= {claimed.entry.lease.token for claimed in requests}
         return requests
 
-    def record_tokens(self, entry: InFlightLease, tokens_in: int, tokens_out: int) -> None:
+    def record_tokens(self, entry: InFlightLease, usage: TokenUsage) -> None:
         assert entry.lease.token in self.leases
-        self.tokens.append((tokens_in, tokens_out))
+        self.tokens.append((usage.tokens_in, usage.tokens_out))
 
     def forget_lease(self, token: str) -> None:
         self.leases.remove(token)

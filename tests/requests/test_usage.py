@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.requests.usage import MAX_TOKENS, MAX_USAGE_BODY_BYTES, parse_token_usage
+from dispatcher.requests.usage import MAX_TOKENS, MAX_USAGE_BODY_BYTES, parse_token_usage, parse_usage
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,27 @@ from dispatcher.requests.usage import MAX_TOKENS, MAX_USAGE_BODY_BYTES, parse_to
 def test_token_counts_are_read_from_the_answer(body: bytes, expected: tuple[int, int] | None) -> None:
     usage = parse_token_usage(body)
     assert usage == expected if expected is not None else 0 <= usage[0] <= MAX_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("usage", "expected"),
+    [
+        (b'"prompt_tokens":70,"prompt_tokens_details":{"audio_tokens":1,"cached_tokens":64}', 64),
+        (b'"input_tokens":70,"input_tokens_details":{"cached_tokens":32}', 32),
+        (b'"prompt_tokens":70,"prompt_tokens_details":{"cached_tokens":71}', 70),
+        (b'"prompt_tokens":70,"prompt_tokens_details":{"cached_tokens":-1}', 0),
+        (b'"prompt_tokens":70,"prompt_tokens_details":{"cached_tokens":null}', 0),
+        (b'"prompt_tokens":70,"prompt_tokens_details":{"cached_tokens":"64"}', 0),
+        (b'"prompt_tokens":70,"prompt_tokens_details":[64]', 0),
+        (b'"prompt_tokens":70,"prompt_tokens_details":null', 0),
+        (b'"prompt_tokens":70', 0),
+    ],
+)
+def test_cached_part_of_a_prompt_is_read_and_never_spoils_the_other_numbers(
+    usage: bytes, expected: int
+) -> None:
+    parsed = parse_usage(b'{"usage":{%b,"completion_tokens":3}}' % usage)
+    assert parsed == (70, 3, expected)
 
 
 def test_usage_of_a_too_long_answer_is_not_read() -> None:

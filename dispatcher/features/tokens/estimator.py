@@ -1,6 +1,7 @@
 """Estimate the tokens of requests, and learn from the usage that answers report.
 
     prompt   bytes of the body × tokens per byte, learned for the path, the model and bodies of this size
+    shared   prompt × the share that earlier prompts found in the prefix cache
     output   the mean length of earlier answers to requests with about this `max_tokens`, never above it
 
 A body says little about its tokens, and a producer may say anything. Therefore only answers of the model
@@ -50,6 +51,8 @@ class _Means(msgspec.Struct, gc=False):
     """Tokens of the prompt per byte, of bodies of about the same size."""
     per_byte_of_all: _Mean
     """The same of bodies of all sizes."""
+    shared: _Mean
+    """Share of the prompt that was in the prefix cache, of bodies of about the same size."""
     output: _Mean
     """Tokens of an answer, by about the same `max_tokens`."""
     error: _Mean
@@ -67,6 +70,8 @@ class CallTokens(msgspec.Struct, gc=False):
     output: float
     max_output: float
     """Largest number of tokens that the call can generate. Infinite if nothing limits it."""
+    shared: float = 0.0
+    """Part of `prompt` that the call probably shares with others in the prefix cache."""
     kind: Kind | None = None
     """`None` if the estimate is not made from a body, and nothing can be learned."""
     body: BodyLength = BodyLength(0)
@@ -86,6 +91,8 @@ class TokenEstimator:
         self._prompts: dict[tuple[str, str, int], _Mean] = {}
         """Tokens per byte by path, model and number of binary digits of the size. The size −1 is for bodies
         of all sizes."""
+        self._shared: dict[tuple[str, str, int], _Mean] = {}
+        """Share of a prompt that was in the prefix cache, by the same key."""
         self._outputs: dict[tuple[str, str, int], _Mean] = {}
         """Tokens of an answer by path, model and number of binary digits of `max_tokens`."""
         self._errors: dict[str, _Mean] = {}
@@ -105,9 +112,11 @@ class TokenEstimator:
         learned = means.output
         if learned.count >= _MIN_ANSWERS:
             expected = min(most, learned.value)
-        return CallTokens(prompt, expected * body.copies, most * body.copies, kind, body)
+        return CallTokens(
+            prompt, expected * body.copies, most * body.copies, prompt * means.shared.value, kind, body
+        )
 
-    def learn(self, call: CallTokens, prompt_tokens: int, output_tokens: int) -> None:
+    def learn(self, call: CallTokens, prompt_tokens: int, output_tokens: int, cached_tokens: int = 0) -> None:
         """Learn from the usage that the answer to a call reports. 0 stands for a missing number."""
         kind, body = call.kind, call.body
         if kind is None:
@@ -116,6 +125,9 @@ class TokenEstimator:
         means = self._means.get(kind) or self._add_means(kind)
         if prompt_tokens > 0:
             values = [(means.error, abs(call.prompt - prompt_tokens) / prompt_tokens)]
+            # A later part finds its own earlier parts in the cache, which it shares with nobody.
+            if not call.is_part:
+                values.append((means.shared, cached_tokens / prompt_tokens))
             # The number of tokens of an image is a rule, so such a request shows nothing about its text.
             if body.text_bytes and not body.images:
                 per_byte = prompt_tokens / body.text_bytes
@@ -134,6 +146,7 @@ class TokenEstimator:
         return _Means(
             self._prompts.get((path, model, size), _UNKNOWN),
             self._prompts.get((path, model, -1), _UNKNOWN),
+            self._shared.get((path, model, size), _UNKNOWN),
             self._outputs.get((path, model, limit), _UNKNOWN),
             _UNKNOWN,
         )
@@ -143,6 +156,7 @@ class TokenEstimator:
         means = _Means(
             _get_row(self._prompts, (path, model, size), _Mean),
             _get_row(self._prompts, (path, model, -1), _Mean),
+            _get_row(self._shared, (path, model, size), _Mean),
             _get_row(self._outputs, (path, model, limit), _Mean),
             _get_row(self._errors, model, _Mean),
         )

@@ -6,6 +6,7 @@ import math
 import random
 import statistics
 
+import msgspec
 import pytest
 
 from dispatcher.features.tokens.body_scan import BodyLength
@@ -47,6 +48,27 @@ def test_tokens_per_byte_are_learned_for_each_path_model_and_size() -> None:
         assert estimator.estimate(body, path).prompt == 1000 * INITIAL_TOKENS_PER_BYTE
 
 
+def test_share_of_a_prompt_in_the_prefix_cache_is_learned_for_requests_like_it() -> None:
+    estimator = TokenEstimator()
+    body = BodyLength(1000, model="a")
+    assert estimator.estimate(body, PATH).shared == 0
+    estimator.learn(estimator.estimate(body, PATH), 250, 0)  # the first one finds nothing in the cache
+    estimator.learn(estimator.estimate(body, PATH), 250, 0, 200)
+    assert estimator.estimate(body, PATH).shared == pytest.approx(100)
+    for other in (BodyLength(5000, model="a"), BodyLength(1000, model="b")):
+        assert estimator.estimate(other, PATH).shared == 0
+    for _ in range(400):
+        estimator.learn(estimator.estimate(body, PATH), 250, 0)
+    assert estimator.estimate(body, PATH).shared < 1
+
+
+def test_part_of_an_answer_shows_nothing_about_shared_prompts() -> None:
+    estimator = TokenEstimator()
+    call = msgspec.structs.replace(estimator.estimate(BodyLength(1000), PATH), is_part=True)
+    estimator.learn(call, 250, 0, 200)
+    assert estimator.estimate(BodyLength(1000), PATH).shared == 0
+
+
 def test_mean_output_counts_after_eight_answers_and_never_above_the_limit() -> None:
     estimator = TokenEstimator()
     body = BodyLength(100, max_tokens=1000)
@@ -71,7 +93,7 @@ def test_part_of_an_answer_shows_only_the_prompt() -> None:
     estimator = TokenEstimator()
     body = BodyLength(1000, max_tokens=1000)
     whole = estimator.estimate(body, PATH)
-    part = CallTokens(whole.prompt, 50, 50, whole.kind, body, is_part=True)
+    part = CallTokens(whole.prompt, 50, 50, kind=whole.kind, body=body, is_part=True)
     for _ in range(10):
         estimator.learn(part, 200, 50)
     assert estimator.estimate(body, PATH).output == 1000

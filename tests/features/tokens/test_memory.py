@@ -14,8 +14,16 @@ from dispatcher.features.tokens.memory import INITIAL_TOKENS_PER_S, KvMemory
 CAPACITY = 100_000.0
 
 
-def add(memory: KvMemory, token: str, prompt: float, output: float, max_output: float, now: float) -> None:
-    memory.add_call(token, CallTokens(prompt, output, max_output), now)
+def add(
+    memory: KvMemory,
+    token: str,
+    prompt: float,
+    output: float,
+    max_output: float,
+    now: float,
+    shared: float = 0.0,
+) -> None:
+    memory.add_call(token, CallTokens(prompt, output, max_output, shared), now)
 
 
 def end(memory: KvMemory, token: str, output: int, now: float) -> None:
@@ -88,6 +96,82 @@ def test_room_is_never_above_that_of_an_idle_pool() -> None:
     read(memory, 1_000, 10.0)  # less than the request was estimated to hold
     memory.remove_call("a", 11.0)
     assert memory.compute_room(0) == pytest.approx(95_000)
+
+
+def test_prompts_with_a_shared_prefix_fill_what_the_reading_shows_as_free() -> None:
+    memory = KvMemory()
+    for number in range(10):
+        add(memory, f"{number}", 9_000, 0, 0, 0.0, shared=8_000)
+    read(memory, 18_000, 10.0)  # one prefix, and 1,000 tokens for each of the ten
+    assert memory.compute_room(0) == pytest.approx(95_000 - 18_000)
+    for number in range(9):
+        memory.remove_call(f"{number}", 11.0)
+    # The other one shares with nobody, so no more than the limit may be reserved.
+    assert memory.compute_room(0) == pytest.approx(95_000 - 9_000)
+
+
+def test_reading_counts_if_prompts_in_the_prefix_cache_are_not_shared() -> None:
+    memory, known = KvMemory(), KvMemory()
+    for number in range(10):
+        add(memory, f"{number}", 9_000, 0, 0, 0.0, shared=8_000)
+        add(known, f"{number}", 9_000, 0, 0, 0.0)
+    for each in (memory, known):
+        read(each, 90_000, 10.0)
+    assert memory.compute_room(0) == known.compute_room(0) == pytest.approx(5_000)
+
+
+def test_requests_of_other_dispatchers_share_like_those_of_this_one() -> None:
+    memory = KvMemory()
+    memory.record_weights([CallTokens(9_000, 0, 0)])
+    for number in range(5):
+        add(memory, f"{number}", 9_000, 0, 0, 0.0, shared=8_000)
+    read(memory, 18_000, 10.0, others=5)
+    assert memory.compute_room(5) == pytest.approx(95_000 - 18_000)
+
+
+@given(
+    st.floats(0, 8_000),
+    st.lists(st.tuples(st.integers(0, 29), st.floats(1.0, 30_000.0), st.booleans()), max_size=80),
+    st.floats(0, 60_000),
+)
+@settings(max_examples=300, deadline=None)
+def test_shared_prompts_never_overfill_the_memory(
+    shared: float, steps: list[tuple[int, float, bool]], realtime: float
+) -> None:
+    """Requests come if there is room, and end, in any order, between readings that show each prefix once."""
+    memory = KvMemory()
+    running: dict[str, float] = {}
+
+    def count_used() -> float:
+        return sum(running.values()) - shared * max(0, len(running) - 1)
+
+    read(memory, realtime, 0.0)
+    for number, (key, private, is_read) in enumerate(steps, start=1):
+        token, prompt = f"{key}", shared + private
+        if running.pop(token, None) is not None:
+            memory.remove_call(token, float(number))
+        elif prompt <= memory.compute_room(0):
+            running[token] = prompt
+            add(memory, token, prompt, 0, 0, float(number), shared=shared)
+            assert realtime + count_used() <= 95_000 + shared + 1e-6
+        if is_read:
+            read(memory, realtime + count_used(), number + 0.5)
+
+
+@given(st.lists(st.tuples(st.floats(0, 9_000), st.floats(0, 1)), max_size=30), st.floats(0, 100_000))
+def test_shared_prompts_change_no_room_that_the_reading_does_not_show(
+    calls: list[tuple[float, float]], used: float
+) -> None:
+    memory, known = KvMemory(), KvMemory()
+    for number, (prompt, share) in enumerate(calls):
+        add(memory, f"{number}", prompt, 0, 0, 0.0, shared=prompt * share)
+        add(known, f"{number}", prompt, 0, 0, 0.0)
+    for each in (memory, known):
+        read(each, used, 10.0)
+    total, parts = sum(prompt for prompt, _ in calls), [prompt * share for prompt, share in calls]
+    shared = sum(parts) - max(parts, default=0.0)
+    assert known.compute_room(0) - 1e-6 <= memory.compute_room(0) <= 95_000 - used + 1e-6
+    assert memory.compute_room(0) <= 95_000 + shared - total + 1e-6
 
 
 def test_request_that_generates_more_than_estimated_reserves_more() -> None:

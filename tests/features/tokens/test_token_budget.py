@@ -13,6 +13,7 @@ from dispatcher.features.tokens.options import TokenOptions
 from dispatcher.features.tokens.token_budget import MAX_AGE_S, RETRY_S
 from dispatcher.limit.budget import Policy, Reason
 from tests.features.tokens.token_scene import (
+    CAPACITY,
     UsageGateway,
     build_options,
     find_budget,
@@ -250,6 +251,24 @@ def test_estimated_tokens_of_a_simulated_request_have_a_factor() -> None:
         assert (call.prompt, call.output, call.max_output) == (1_400, 140, 100)
 
     run(check, find_prompt=lambda payload: 1_000, assumed_factor=1.4)
+
+
+@pytest.mark.parametrize(("cached_tokens", "least", "most"), [(0, 80_000, 95_000), (8_000, 200_000, 300_000)])
+def test_shared_prompts_are_sent_as_far_as_readings_show_room(
+    cached_tokens: int, least: float, most: float
+) -> None:
+    gateway = UsageGateway(cached_tokens=cached_tokens)
+
+    async def check(scene: Scene) -> None:
+        for number in range(200):
+            await submit(scene, f"r-{number}", 9_000, 10)
+        for _ in range(200):
+            prefixes = 8_000 * max(0, len(find_budget(scene).leases) - 1)
+            show(scene, max(0, gateway.tokens - prefixes) / CAPACITY)
+            await asyncio.sleep(0.1)
+        assert least < gateway.most_tokens <= most
+
+    run(check, gateway)
 
 
 def test_request_without_room_is_tried_again_at_most_once_a_second() -> None:

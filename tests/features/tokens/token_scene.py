@@ -26,8 +26,11 @@ class UsageGateway(AnsweringGateway):
 
     answer_after_s = 5.0
 
-    def __init__(self, usage: Callable[[dict[str, Any]], tuple[int, int]] | None = None) -> None:
+    def __init__(
+        self, usage: Callable[[dict[str, Any]], tuple[int, int]] | None = None, cached_tokens: int = 0
+    ) -> None:
         super().__init__()
+        self.cached_tokens = cached_tokens
         self.usage = usage or (lambda body: (body["prompt_tokens"], body["max_tokens"]))
         self.tokens = 0
         self.most_tokens = 0
@@ -42,8 +45,9 @@ class UsageGateway(AnsweringGateway):
             result = await super().forward(request, token=token, deadline=deadline, may_send=may_send)
         finally:
             self.tokens -= prompt + output
-        body = json.dumps({"usage": {"prompt_tokens": prompt, "completion_tokens": output}})
-        return result.copy_with(outcome=Delivered(200, body.encode()))
+        details = {"cached_tokens": self.cached_tokens}
+        used = {"prompt_tokens": prompt, "completion_tokens": output, "prompt_tokens_details": details}
+        return result.copy_with(outcome=Delivered(200, json.dumps({"usage": used}).encode()))
 
 
 def build_options(**changes: Any) -> Options:
