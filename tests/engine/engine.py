@@ -33,6 +33,14 @@ class Engine:
             raise ValueError(f"{path} answered {response.status_code}: {response.text}")
         return response.json()
 
+    def get_json(self, path: str) -> Any:
+        """Return what the engine answers to a GET request."""
+        return self._client.get(path).raise_for_status().json()
+
+    @property
+    def url(self) -> str:
+        return str(self._client.base_url).rstrip("/")
+
     def send(self, path: str, body: bytes) -> tuple[int, bytes]:
         """Return status and body of an answer, whatever they are."""
         # After a stream, the engine closes the connection without saying so.
@@ -73,9 +81,9 @@ class Engine:
 
 
 @contextlib.contextmanager
-def running_engine(model: Path) -> Iterator[Engine]:
-    """Run the engine with this model for the duration of the block."""
-    command = (sys.executable, "-m", "tests.engine.serve", str(model))
+def running_engine(model: Path, *options: str) -> Iterator[Engine]:
+    """Run the engine with this model, and options of `tests.engine.serve`, for the duration of the block."""
+    command = (sys.executable, "-m", "tests.engine.serve", str(model), *options)
     with running_process(*command, cwd=ROOT, stdout=PIPE, stderr=None) as process:
         assert process.stdout is not None
         address = process.stdout.readline().decode().strip()
