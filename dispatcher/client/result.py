@@ -97,8 +97,8 @@ class Result:
     @property
     def usage(self) -> TokenUsage | None:
         """Token usage that the answer reports, also if it is partial, or `None` if it reports none."""
-        prompt_tokens, completion_tokens = (
-            parse_token_usage(self.text.encode(errors="replace")) if self.ok or self.is_partial else (0, 0)
+        prompt_tokens, completion_tokens, _ = (
+            parse_token_usage(self.text.encode(errors="replace")) if self.ok or self.is_partial else (0, 0, 0)
         )
         return TokenUsage(prompt_tokens, completion_tokens) if prompt_tokens or completion_tokens else None
 

@@ -19,7 +19,7 @@ from dispatcher.kernel import completions
 from dispatcher.kernel.queue_access import is_unexpected, loop_time
 from dispatcher.queue.contract import Release
 from dispatcher.requests.outcomes.outcome import Delivered
-from dispatcher.requests.usage import TokenUsage, parse_usage
+from dispatcher.requests.usage import parse_token_usage
 from dispatcher.telemetry.events import Event, emit
 
 if TYPE_CHECKING:
@@ -189,9 +189,9 @@ class AttemptRunner:
                 break  # the parts after it would not know what it has concluded
         for part in context.hooks.measuring:
             if token in part.leases and isinstance(outcome, Delivered) and outcome.status < 300:
-                usage = parse_usage(outcome.body) if tokens is None else TokenUsage(*tokens)
-                tokens = usage[:2]
-                part.record_tokens(entry, usage)
+                if tokens is None:
+                    tokens = parse_token_usage(outcome.body)
+                part.record_tokens(entry, *tokens)
         self._journal.record_attempt(entry, result, outcome, tokens)
         if release is not None:
             context.complete(release)

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from dispatcher.requests.outcomes.outcome import Outcome
     from dispatcher.requests.queue_counts import QueueCounts
     from dispatcher.requests.request import Request
-    from dispatcher.requests.usage import TokenUsage
     from dispatcher.telemetry.status import FeatureStatus
 
 
@@ -53,8 +52,8 @@ class Conclusion:
     """Meaning of the answer to an attempt for one lease."""
 
     outcome: Outcome
-    tokens: tuple[int, int] | None = None
-    """Tokens in and out. `None` if the answer has to be searched for them."""
+    tokens: tuple[int, int, int] | None = None
+    """Numbers for `LeasePart.record_tokens`. `None` if the answer has to be searched for them."""
     release: Release | None = None
     """Release of a request that goes on with another call. `None` if the outcome decides."""
     result_fields: Mapping[str, object] | None = None
@@ -91,8 +90,11 @@ class LeasePart:
     def stop(self, entry: InFlightLease, request: Request) -> None:
         """Keep what is worth keeping of an answer that is no longer awaited."""
 
-    def record_tokens(self, entry: InFlightLease, usage: TokenUsage) -> None:
-        """Record the tokens that an answer of the model server reports."""
+    def record_tokens(
+        self, entry: InFlightLease, tokens_in: int, tokens_out: int, cached_tokens: int
+    ) -> None:
+        """Record the tokens that an answer of the model server reports, and how many of those in were in its
+        prefix cache. 0 stands for a missing number."""
 
     def end(self, entry: InFlightLease, completion: Completion, result: AttemptResult) -> Completion:
         """Return the completion of an answered request with what the feature adds to it. `result` has the

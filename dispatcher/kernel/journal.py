@@ -129,7 +129,7 @@ class Journal:
         entry: InFlightLease,
         result: AttemptResult,
         outcome: Outcome,
-        tokens: tuple[int, int] | None = None,
+        tokens: tuple[int, int, int] | None = None,
     ) -> None:
         """Record that an attempt has ended, and how the outcome counts. `tokens` are those in and out. If it
         is `None`, the answer is searched for them."""
@@ -153,7 +153,7 @@ class Journal:
             case Overloaded(reason=reason):
                 metrics.count(series.REFUSALS, _normalize_drop_reason(reason))
             case Delivered(status=status_code, body=body) if status_code < 300:
-                tokens_in, tokens_out = tokens or parse_token_usage(body)
+                tokens_in, tokens_out, _ = tokens or parse_token_usage(body)
                 metrics.count(series.TOKENS, "in", amount=tokens_in)
                 metrics.count(series.TOKENS, "out", amount=tokens_out)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 
@@ -14,15 +14,6 @@ MAX_TOKENS = 10_000_000
 
 TokenCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 """Type of a number of tokens in an answer. An answer with another value cannot be decoded."""
-
-
-class TokenUsage(NamedTuple):
-    """Numbers of tokens that an answer reports. 0 stands for a missing one."""
-
-    tokens_in: int = 0
-    tokens_out: int = 0
-    cached: int = 0
-    """Part of `tokens_in` that was in the prefix cache of the server."""
 
 
 class _Usage(msgspec.Struct):
@@ -44,31 +35,23 @@ class _WithUsage(msgspec.Struct):
 _answer = msgspec.json.Decoder(_WithUsage, strict=False)
 
 
-def parse_token_usage(body: bytes) -> tuple[int, int]:
-    """Return the tokens in and out that the `usage` of an answer reports. 0 if it is missing or
-    implausible."""
-    return parse_usage(body)[:2]
-
-
-def parse_usage(body: bytes) -> TokenUsage:
-    """Return all that the `usage` of an answer reports."""
+def parse_token_usage(body: bytes) -> tuple[int, int, int]:
+    """Return the tokens in and out that the `usage` of an answer reports, and how many of the tokens in were
+    in the prefix cache of the server. 0 for what is missing or implausible."""
     if len(body) > MAX_USAGE_BODY_BYTES:
-        return TokenUsage()
+        return 0, 0, 0
     try:
         usage = _answer.decode(body).usage
     except (msgspec.DecodeError, RecursionError):
-        return TokenUsage()
+        return 0, 0, 0
     if usage is None:
-        return TokenUsage()
+        return 0, 0, 0
     tokens_in = limit_tokens(usage.prompt_tokens or usage.input_tokens or 0)
-    tokens_out = usage.completion_tokens or usage.output_tokens or 0
-    details = usage.prompt_tokens_details or usage.input_tokens_details
-    cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    return TokenUsage(
-        tokens_in,
-        limit_tokens(tokens_out),
-        max(0, min(cached, tokens_in)) if isinstance(cached, int) else 0,
-    )
+    tokens_out = limit_tokens(usage.completion_tokens or usage.output_tokens or 0)
+    details, cached = usage.prompt_tokens_details or usage.input_tokens_details, 0
+    if details and isinstance(details, dict) and isinstance(value := details.get("cached_tokens"), int):
+        cached = max(0, min(value, tokens_in))
+    return tokens_in, tokens_out, cached
 
 
 def limit_tokens(tokens: int) -> int:

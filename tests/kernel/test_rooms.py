@@ -15,7 +15,6 @@ from dispatcher.kernel.in_flight import InFlightLease
 from dispatcher.limit.budget import Reason
 from dispatcher.requests.outcomes.outcome import Delivered, Outcome, Unreachable
 from dispatcher.requests.request import Request
-from dispatcher.requests.usage import TokenUsage
 from tests.kernel.scene import AnsweringGateway, Scene
 
 REQUESTS = [f"r-{number}" for number in range(10)]
@@ -30,7 +29,7 @@ class Hall(LeasePart):
         self.problem = ""
         self.planned: list[int] = []
         self.leases: set[str] = set()
-        self.tokens: list[tuple[int, int]] = []
+        self.tokens: list[tuple[int, int, int]] = []
 
     def plan_claim(self, max_count: int) -> int:
         self.planned.append(max_count)
@@ -42,9 +41,11 @@ class Hall(LeasePart):
         self.leases |= {claimed.entry.lease.token for claimed in requests}
         return requests
 
-    def record_tokens(self, entry: InFlightLease, usage: TokenUsage) -> None:
+    def record_tokens(
+        self, entry: InFlightLease, tokens_in: int, tokens_out: int, cached_tokens: int
+    ) -> None:
         assert entry.lease.token in self.leases
-        self.tokens.append((usage.tokens_in, usage.tokens_out))
+        self.tokens.append((tokens_in, tokens_out, cached_tokens))
 
     def forget_lease(self, token: str) -> None:
         self.leases.remove(token)
@@ -115,14 +116,16 @@ def test_reason_of_a_feature_without_room_is_shown() -> None:
 @pytest.mark.parametrize(
     ("outcome", "tokens"),
     [
-        (Delivered(200, USAGE), (12, 3)),
-        (Delivered(200, b"{}"), (0, 0)),
-        (Delivered(200, b"no JSON"), (0, 0)),
+        (Delivered(200, USAGE), (12, 3, 0)),
+        (Delivered(200, b"{}"), (0, 0, 0)),
+        (Delivered(200, b"no JSON"), (0, 0, 0)),
         (Delivered(400, USAGE), None),
         (Unreachable("no connection"), None),
     ],
 )
-def test_tokens_of_each_answer_are_recorded_once(outcome: Outcome, tokens: tuple[int, int] | None) -> None:
+def test_tokens_of_each_answer_are_recorded_once(
+    outcome: Outcome, tokens: tuple[int, int, int] | None
+) -> None:
     hall = Hall(10)
 
     async def check(_scene: Scene) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.requests.usage import MAX_TOKENS, MAX_USAGE_BODY_BYTES, parse_token_usage, parse_usage
+from dispatcher.requests.usage import MAX_TOKENS, MAX_USAGE_BODY_BYTES, parse_token_usage
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ from dispatcher.requests.usage import MAX_TOKENS, MAX_USAGE_BODY_BYTES, parse_to
 )
 def test_token_counts_are_read_from_the_answer(body: bytes, expected: tuple[int, int] | None) -> None:
     usage = parse_token_usage(body)
-    assert usage == expected if expected is not None else 0 <= usage[0] <= MAX_TOKENS
+    assert usage == (*expected, 0) if expected is not None else 0 <= usage[0] <= MAX_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -50,18 +50,19 @@ def test_token_counts_are_read_from_the_answer(body: bytes, expected: tuple[int,
 def test_cached_part_of_a_prompt_is_read_and_never_spoils_the_other_numbers(
     usage: bytes, expected: int
 ) -> None:
-    parsed = parse_usage(b'{"usage":{%b,"completion_tokens":3}}' % usage)
+    parsed = parse_token_usage(b'{"usage":{%b,"completion_tokens":3}}' % usage)
     assert parsed == (70, 3, expected)
 
 
 def test_usage_of_a_too_long_answer_is_not_read() -> None:
     body = b'{"usage":{"prompt_tokens":7,"completion_tokens":12},"x":"%s"}'
-    assert parse_token_usage(body % (b"x" * 1000)) == (7, 12)
-    assert parse_token_usage(body % (b"x" * MAX_USAGE_BODY_BYTES)) == (0, 0)
+    assert parse_token_usage(body % (b"x" * 1000)) == (7, 12, 0)
+    assert parse_token_usage(body % (b"x" * MAX_USAGE_BODY_BYTES)) == (0, 0, 0)
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_parsed_without_an_error(body: bytes) -> None:
-    prompt_tokens, completion_tokens = parse_token_usage(body)
+    prompt_tokens, completion_tokens, cached_tokens = parse_token_usage(body)
+    assert 0 <= cached_tokens <= prompt_tokens
     assert 0 <= prompt_tokens <= MAX_TOKENS
     assert 0 <= completion_tokens <= MAX_TOKENS

@@ -335,7 +335,9 @@ class FileJob:
             if results[n].error_code == ErrorCode.SEQUENCE_FULL:
                 continue  # the sequence did not accept the request: the line is sent again like a lost one
             lines.append((n, build_answer_line(self.job_names.request_id(n), custom_id, results[n])))
-            prompt_tokens, completion_tokens = parse_token_usage(results[n].payload.encode(errors="replace"))
+            prompt_tokens, completion_tokens, _ = parse_token_usage(
+                results[n].payload.encode(errors="replace")
+            )
             facts.tokens_in += prompt_tokens
             facts.tokens_out += completion_tokens
             self._count_done_line(size, sequence)

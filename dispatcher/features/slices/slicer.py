@@ -537,10 +537,10 @@ class Slicer(LeasePart):
             self._log_support(key)
 
 
-def _count_tokens(interpreted: Continues | Finished) -> tuple[int, int] | None:
-    """Return the tokens in and out of a slice. `None` if the answer has to be searched for them."""
+def _count_tokens(interpreted: Continues | Finished) -> tuple[int, int, int] | None:
+    """Return what `record_tokens` is told of a slice. `None` if the answer has to be searched for them."""
     if interpreted.usage is not None:
-        return interpreted.usage.prompt_tokens, interpreted.usage.completion_tokens
+        return interpreted.usage.prompt_tokens, interpreted.usage.completion_tokens, 0
     return parse_token_usage(interpreted.body) if isinstance(interpreted, Finished) else None
 
 

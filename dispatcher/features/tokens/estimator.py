@@ -11,7 +11,7 @@ server teach something. Before the first of them, the number of tokens is taken 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -123,18 +123,23 @@ class TokenEstimator:
             return
         # Only here, so that requests without an answer displace nothing that was learned.
         means = self._means.get(kind) or self._add_means(kind)
+        values: list[tuple[_Mean, float]] = []
         if prompt_tokens > 0:
-            values = [(means.error, abs(call.prompt - prompt_tokens) / prompt_tokens)]
-            # A later part finds its own earlier parts in the cache, which it shares with nobody.
-            if not call.is_part:
-                values.append((means.shared, cached_tokens / prompt_tokens))
+            values += ((means.error, abs(call.prompt - prompt_tokens) / prompt_tokens),)
             # The number of tokens of an image is a rule, so such a request shows nothing about its text.
             if body.text_bytes and not body.images:
                 per_byte = prompt_tokens / body.text_bytes
                 values += (means.per_byte, per_byte), (means.per_byte_of_all, per_byte)
-            _add(values)
-        if output_tokens > 0 and not call.is_part:
-            _add(((means.output, output_tokens / body.copies),))
+        if not call.is_part:
+            # A later part finds its own earlier parts in the cache, which it shares with nobody.
+            if prompt_tokens > 0:
+                values += ((means.shared, cached_tokens / prompt_tokens),)
+            if output_tokens > 0:
+                values += ((means.output, output_tokens / body.copies),)
+        for mean, value in values:
+            if mean.count < _RECENT:
+                mean.count += 1
+            mean.value += (value - mean.value) / mean.count
 
     def list_errors(self) -> dict[str, float]:
         """Return the mean relative error of the estimated prompts of recent requests, by model."""
@@ -164,14 +169,6 @@ class TokenEstimator:
 
 
 _UNKNOWN = _Mean()
-
-
-def _add(values: Iterable[tuple[_Mean, float]]) -> None:
-    """Add a value to each mean."""
-    for mean, value in values:
-        if mean.count < _RECENT:
-            mean.count += 1
-        mean.value += (value - mean.value) / mean.count
 
 
 def _get_row(rows: dict[K, V], key: K, build: Callable[[], V]) -> V:

@@ -112,19 +112,18 @@ class KvMemory:
         self._prompt -= call.prompt
         self._output -= call.output
         self._shared -= call.shared
-        changes = self._changes
-        changes.append((now, -call.prompt, -call.output))
+        self._changes.append((now, -call.prompt, -call.output))
         if not self.calls:
             # Without the rounding errors of many sums.
             self._prompt = self._output = self._shared = self._most_shared = 0.0
-        if len(changes) >= _MAX_CHANGES:
-            self._record_changes()
 
     def record_weights(self, calls: Iterable[CallTokens]) -> None:
         """Record the tokens of calls, whether there is room for them or not."""
         for call in calls:
             tokens = call.prompt + call.output
             self.mean_call += (tokens - self.mean_call) / _RECENT if self.mean_call else tokens
+        if len(self._changes) >= _MAX_CHANGES:  # here, because it is called once for many requests
+            self._record_changes()
 
     # ── readings ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -157,11 +156,11 @@ class KvMemory:
     def compute_room(self, other_units: int) -> float:
         """Return how many tokens more may be reserved now. Negative if too many are."""
         # One copy of what is shared is in the memory, however many requests there are.
-        shared = max(0.0, self._shared - self._most_shared)
-        if self.calls:
-            shared += other_units * self._shared / len(self.calls)
-        free = min(self._limit + shared, self._free)
-        return free - self._prompt - self._output - other_units * self.mean_call
+        limit = self._limit
+        if self._shared:
+            limit += max(0.0, self._shared - self._most_shared)
+            limit += other_units * self._shared / len(self.calls)
+        return min(limit, self._free) - self._prompt - self._output - other_units * self.mean_call
 
     def _update_outputs(self, now: float) -> float:
         """Return how many tokens all requests in flight have generated, as far as known. One that has

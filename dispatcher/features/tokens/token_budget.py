@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from dispatcher.kernel.context import KernelContext
     from dispatcher.kernel.in_flight import InFlightLease
     from dispatcher.limit.budget import KvUse
-    from dispatcher.requests.usage import TokenUsage
 
 MAX_AGE_S = 10.0
 """Age of the newest reading of the KV memory from which nothing more is sent, if newer readings lack it."""
@@ -200,11 +199,13 @@ class TokenBudget(LeasePart):
             call.is_part = True
         return call
 
-    def record_tokens(self, entry: InFlightLease, usage: TokenUsage) -> None:
-        """Learn from the tokens that an answer reports."""
+    def record_tokens(
+        self, entry: InFlightLease, tokens_in: int, tokens_out: int, cached_tokens: int
+    ) -> None:
+        """Learn from the tokens that an answer reports. 0 stands for a missing number."""
         call = self.leases[entry.lease.token]
-        call.generated = usage.tokens_out
-        self.estimator.learn(call, *usage)
+        call.generated = tokens_out
+        self.estimator.learn(call, tokens_in, tokens_out, cached_tokens)
 
     def forget_lease(self, token: str) -> None:
         """Forget a lease that has ended."""

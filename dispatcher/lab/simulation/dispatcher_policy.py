@@ -98,7 +98,7 @@ class _MeterOnlyJournal(Journal):
         entry: InFlightLease,
         result: AttemptResult,
         outcome: Outcome,
-        tokens: tuple[int, int] | None = None,
+        tokens: tuple[int, int, int] | None = None,
     ) -> None:
         pass
 
