@@ -10,9 +10,10 @@ from dispatcher.limit.budget import Policy, Reading, Reason, compute_budget
 from dispatcher.limit.picker_inference import find_fitting_k
 from dispatcher.limit.poll import ReadFailure
 from dispatcher.settings.model import Settings
+from dispatcher.signals.epp import in_flight_load
 from dispatcher.signals.epp.series import Family, PoolView
 from dispatcher.signals.poller import SignalSource
-from dispatcher.signals.readings import PollReadings, derive_readings
+from dispatcher.signals.readings import PollReadings, count_batch_requests, derive_readings
 
 
 async def check_sources(
@@ -45,6 +46,8 @@ async def check_sources(
         for number, view in enumerate(result):
             part = name if len(result) == 1 else f"{name}[{number}]"
             findings += _report_series(part, view, now)
+            if source.name == "epp":
+                findings.append(_report_load(part, view, has_objective=bool(settings.gateway.objective)))
         policy = settings.limit_policy(source.name)
         poll_readings = derive_readings(result, settings.signals.use, policy, source.name)
         findings += _report_readings(name, poll_readings, policy, now)
@@ -124,6 +127,26 @@ def _report_series(part: str, view: PoolView, now: float) -> Findings:
         if values is not None
     ]
     return found + own + absent + shown_latencies
+
+
+def _report_load(part: str, view: PoolView, *, has_objective: bool) -> Finding:
+    """Report whether the picker shows batch requests apart from realtime requests, and by which series."""
+    where, load = f"{part} {in_flight_load.NAME}", view.load
+    batch, problem = count_batch_requests([view])
+    if problem:
+        return Finding("warning", where, f"not used: {problem}", "the inflight-load-producer of the picker")
+    if load is not None:
+        what = (
+            f"{load.requests:g} requests, {load.batch or 0.0:g} of them with a negative priority, "
+            f"by {load.producer}"
+        )
+    elif batch is not None:
+        what = "not there, and not needed: the running requests are shown by priority"
+    else:
+        what = "not there: the picker has no inflight-load-producer, which shows batch requests apart"
+    if batch is not None and not has_objective:
+        what += "; batch requests have no priority of their own (gateway.objective)"
+    return Finding("ok", where, what)
 
 
 _SCOPES = {"realtime": "realtime alone", "all": "all requests"}

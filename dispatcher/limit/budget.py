@@ -169,6 +169,9 @@ class Reading:
     items_beyond_calls: float = math.inf
     """Number of items of batch calls that the reading may count beyond one per call: 0 if it counts calls,
     infinite if it comes from model servers, which count items."""
+    max_batch_requests: float | None = None
+    """Most batch requests that the reading can contain, by the priorities that the picker shows, counted as
+    the reading counts. `None` if it shows none."""
     max_age_s: float | None = None
     """Age from which a sample of this source is no longer used. `None` for `Policy.max_age_s`."""
     kv_use: KvUse | None = None

@@ -80,6 +80,9 @@ class LimitTracker(Revisioned):
         picker had sent."""
         self._applied_at = float("-inf")
         """Time of the newest applied sample of any signal."""
+        self._has_batch_priority = False
+        """True if batch requests have a negative priority, as the newest reading with requests of this
+        process showed."""
         self._below_units_since: float | None = None
         """Time since which every reading shows fewer than our units. `None` if the newest reading does not.
         """
@@ -344,6 +347,7 @@ class LimitTracker(Revisioned):
         if reading.closed_at >= self._applied_at:
             self.kv_use = reading.kv_use
         track.capacity_bound = self._capacity_bound
+        self._check_batch_priority(reading)
         track.batch_load = self._bound_batch_load(reading, is_gateway_reachable)
         if reading.is_request_count and self.ledger.own_units:
             is_below_units = self.ledger.call_count + reading.items_beyond_calls < self.ledger.own_units
@@ -363,7 +367,18 @@ class LimitTracker(Revisioned):
         """Return the bounds on batch requests in the reading. Without a gateway no request of this process is
         certain, because a request that connects or hangs is not at the gateway."""
         interval = self._bound_batch_load_since(reading, reading.opened_at, self._transit_time.delta_s)
+        if reading.max_batch_requests is not None and self._has_batch_priority:
+            interval = interval.limit_to(reading.max_batch_requests)
         return interval if is_gateway_reachable else interval.drop_own_lower_bound()
+
+    def _check_batch_priority(self, reading: Reading) -> None:
+        """Find out whether the requests of this process are among those with a negative priority. They are
+        not if they have no objective, or one that the picker does not know."""
+        if reading.max_batch_requests is None:
+            return
+        bounds = self._bound_batch_load_since(reading, reading.opened_at, self._transit_time.delta_s)
+        if bounds.own_lo:
+            self._has_batch_priority = reading.max_batch_requests >= bounds.own_lo
 
     def _bound_batch_load_since(self, reading: Reading, opened_at: float, delta_s: float) -> LoadBounds:
         """Return the bounds on our own load in the reading, counted as the reading counts, for a window that

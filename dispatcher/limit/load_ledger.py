@@ -47,6 +47,10 @@ class LoadBounds:
     own_lo: int
     """Part of `lo` that belongs to this process: known from memory and not from leases."""
 
+    def limit_to(self, most: float) -> LoadBounds:
+        """Return the bounds if the reading contains at most this many batch requests."""
+        return LoadBounds(self.lo, max(self.lo, min(self.hi, math.ceil(most))), self.own_lo)
+
     def drop_own_lower_bound(self) -> LoadBounds:
         """Return the bounds if no request of this process is known to have arrived."""
         return LoadBounds(self.lo - self.own_lo, self.hi, 0)

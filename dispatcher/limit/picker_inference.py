@@ -254,6 +254,12 @@ def find_fitting_k(page: PickerPage) -> int | None:
     return round(k) if math.isfinite(k) and k > 0.5 and abs(k - round(k)) <= RELATIVE_TOLERANCE * k else None
 
 
+def is_same_count(one: float, other: float) -> bool:
+    """Return whether two counters of one page may be of the same requests, read at slightly different
+    times."""
+    return abs(one - other) <= max(RACE_REQUESTS, RACE_SHARE * max(one, other))
+
+
 def _is_pressure(page: PickerPage) -> bool:
     """Return whether the formula of the utilization detector explains the page as well."""
     return page.pressure is not None and math.isclose(

@@ -8,8 +8,10 @@ look like an idle pool.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 LINE_MAX_BYTES = 256 * 1024
@@ -32,14 +34,33 @@ class Sample(NamedTuple):
     value: float
 
 
+@dataclass(frozen=True, slots=True)
+class OptionalSeries:
+    """Series that are read if possible. An error in them does not reject the page."""
+
+    names: frozenset[str]
+    max_samples: int
+    """Largest number of samples that are read. If there are more, none is used."""
+    description: str
+    """Description of the series for a message."""
+
+
+@dataclass(slots=True)
+class OptionalSamples:
+    """Samples of optional series."""
+
+    samples: list[Sample] = field(default_factory=list)
+    problem: str = ""
+    """Why `samples` is not complete. Empty if it is."""
+
+
 class PageParser:
     """Parser for a page that arrives in slices: call `feed` with each slice, and `close` at the end.
 
     If `open_metrics` is true, the page must end with `# EOF`. The text format has no end mark, so that only a
     page that is cut within a line is noticed here. The HTTP client notices other cuts by the length.
 
-    `optional_names` are series that are read if possible, at most `max_optional` samples. An error in them
-    does not reject the page; `optional_problem` describes it.
+    `optional` are groups of series that are read if possible. Each has its own samples and its own problem.
     """
 
     def __init__(
@@ -47,21 +68,20 @@ class PageParser:
         required_names: Iterable[str],
         *,
         open_metrics: bool = False,
-        optional_names: Iterable[str] = (),
-        max_optional: int = 0,
+        optional: Iterable[OptionalSeries] = (),
     ) -> None:
         required = frozenset(required_names)
-        self._names = required | frozenset(optional_names)
-        self._max_optional = max_optional
+        self.optional = {series: OptionalSamples() for series in optional}
+        self._names = required.union(*(series.names for series in self.optional))
         self._required_prefixes = tuple(name.encode() for name in sorted(required))
         self._prefixes = tuple(name.encode() for name in sorted(self._names))
+        self._optional_prefixes = [
+            (tuple(name.encode() for name in sorted(series.names)), series) for series in self.optional
+        ]
         self._open_metrics = open_metrics
         self._partial_line = b""
         self._last_line = b""
         self.samples: list[Sample] = []
-        self.optional_samples: list[Sample] = []
-        self.optional_problem = ""
-        """Why `optional_samples` is not complete. Empty if it is."""
         self.size_bytes = 0
 
     def feed(self, data: bytes) -> None:
@@ -93,19 +113,30 @@ class PageParser:
             if (sample := self._parse_sample(line)) is not None:
                 self.samples.append(sample)
             return
-        if self.optional_problem:
+        for prefixes, series in self._optional_prefixes:
+            if line.startswith(prefixes):
+                self._parse_optional(line, series, self.optional[series])
+
+    def _parse_optional(self, line: bytes, series: OptionalSeries, found: OptionalSamples) -> None:
+        if found.problem:
             return
         try:
             sample = self._parse_sample(line)
         except MalformedPageError as error:
-            self.optional_problem = str(error)
+            self._give_up(found, str(error))
             return
         if sample is not None:
-            self.optional_samples.append(sample)
-            # A part of the histograms would be misleading, so that too many mean none.
-            if len(self.optional_samples) > self._max_optional:
-                self.optional_problem = f"more than {self._max_optional} series of requests' latencies"
-                self.optional_samples.clear()
+            found.samples.append(sample)
+            # A part of the samples would be misleading, so that too many mean none.
+            if len(found.samples) > series.max_samples:
+                self._give_up(found, f"more than {series.max_samples} {series.description}")
+                found.samples.clear()
+
+    def _give_up(self, found: OptionalSamples, problem: str) -> None:
+        """Record why optional series cannot be used, and skip their lines in the following slices."""
+        found.problem = problem
+        read = [prefixes for prefixes, series in self._optional_prefixes if not self.optional[series].problem]
+        self._prefixes = tuple(itertools.chain(self._required_prefixes, *read))
 
     def _parse_sample(self, raw: bytes) -> Sample | None:
         try:

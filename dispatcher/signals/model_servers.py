@@ -17,7 +17,7 @@ from typing import Final
 
 from dispatcher.limit.poll import ReadFailure
 from dispatcher.signals.epp.series import PoolView, max_or_nan, sum_or_nan
-from dispatcher.signals.exposition import PageParser, Sample
+from dispatcher.signals.exposition import OptionalSeries, PageParser, Sample
 from dispatcher.signals.scrape import Scraper, ScrapeTarget, SeriesSelection, Targets, make_unread
 
 
@@ -63,12 +63,12 @@ the newest versions have this label. Other labels show the number of blocks and 
 is wrong for hybrid models, so it is not used."""
 _SGLANG_TOKENS = "sglang:max_total_num_tokens"
 """Size of the KV cache in tokens."""
+_KV_SIZES = OptionalSeries(frozenset({_CACHE_CONFIG, _SGLANG_TOKENS}), 1000, "series of sizes of KV caches")
 _SELECTION = SeriesSelection(
     frozenset(name for kind in ModelServerKind for names in kind.value for name in names)
     | {_SWAPPED, _WAITING_BY_REASON, _GRAMMAR},
     # An error in these must not hide the load.
-    optional_names=frozenset({_CACHE_CONFIG, _SGLANG_TOKENS}),
-    max_optional=1000,
+    optional=(_KV_SIZES,),
 )
 _RANKS = ("tp_rank", "pp_rank")
 """Labels of the processes that serve the same requests together. SGLang may show each of them; only the
@@ -209,7 +209,7 @@ def _sum_sizes(sizes: Sequence[float]) -> float | None:
 def _sum_kv_tokens(page: PageParser, engine_count: int) -> float | None:
     """Return the tokens in the KV caches of all engines of a server. `None` if the page does not show one
     usable number for each engine."""
-    samples = page.optional_samples
+    samples = page.optional[_KV_SIZES].samples
     tokens = [_parse_number(each.labels.get(_CACHE_TOKENS)) for each in samples if each.name == _CACHE_CONFIG]
     tokens += _find_gauge_values(samples, (_SGLANG_TOKENS,))
     # After a malformed line, samples of other engines are missing.

@@ -18,6 +18,7 @@ from dispatcher.limit.picker_inference import (
     KnownPickers,
     PerEndpointSource,
     UntrackedRequests,
+    is_same_count,
 )
 from dispatcher.limit.poll import ReadFailure
 from dispatcher.signals.epp.series import Family, PoolView, max_or_nan, min_or_nan, sum_or_nan
@@ -107,8 +108,45 @@ def _list_sent(views: Sequence[PoolView]) -> list[float]:
 
     A replica creates the series with its first request, so one without it has sent nothing yet.
     """
-    known = any(each.in_flight is not None for each in views)
-    return [each.in_flight or 0.0 for each in views] if known else []
+    known = any(each.sent is not None for each in views)
+    return [each.sent or 0.0 for each in views] if known else []
+
+
+def count_batch_requests(views: Sequence[PoolView]) -> tuple[float | None, str]:
+    """Return the requests with a negative priority that all replicas hold, in flight and in their queues.
+
+    `None` if that is not known. The text says why the in-flight-load producer is not used, and is empty if it
+    is used or there is none.
+    """
+    queued = [each.batch_queued for each in views]
+    problem = _find_load_problem(views)
+    if problem or all(each.load is None for each in views):
+        parts = [0.0 if each.in_flight is None else each.batch_in_flight for each in views]
+        # Without any count, all requests may be unknown.
+        parts += [None] if all(each.in_flight is None for each in views) else []
+    else:
+        parts = [0.0 if each.load is None else each.load.batch for each in views]
+    known = [part for part in (*parts, *queued) if part is not None]
+    total = sum_or_nan(known)
+    return (total if len(known) == len(parts) + len(queued) and math.isfinite(total) else None), problem
+
+
+def _find_load_problem(views: Sequence[PoolView]) -> str:
+    """Return why the counts of the in-flight-load producers cannot be used. Empty if they can, or there are
+    none."""
+    for view in views:
+        if view.load is None:
+            continue
+        if view.load.problem:
+            return view.load.problem
+        if view.has_several_stages:
+            return "a request counts once for each stage (prefill, decode)"
+        if view.load.batch is None:
+            return "it shows no priorities; newer routers do"
+        # Each replica counts what it sent itself, in both series.
+        if view.in_flight is not None and not is_same_count(view.load.requests, view.in_flight):
+            return f"it counts {view.load.requests:g} requests, and {view.in_flight:g} are running"
+    return ""
 
 
 def derive_readings(
@@ -387,6 +425,11 @@ def _build_reading(
     # missing series therefore means that no request waits.
     queued = sum_or_nan(each.queued for each in views if each.queued is not None)
     counts = _count_running_and_waiting(views, queued, outside)
+    batch, _ = count_batch_requests(views)
+    # Requests that came another way may be batch requests, too. A reading that may count the items of a call
+    # cannot be compared with the calls that the picker counts.
+    if batch is not None:
+        batch = batch + outside.request_count if math.isfinite(load.beyond_calls) else None
     return Reading(
         signal=signal,
         opened_at=min(each.opened_at for each in views) - (FLUSH_S if load.is_flushed else 0.0),
@@ -398,6 +441,7 @@ def _build_reading(
         raw_values=raw,
         is_request_count=load.is_exact,
         items_beyond_calls=load.beyond_calls,
+        max_batch_requests=batch,
         running=counts.running,
         waiting=counts.waiting,
         has_exact_counts=counts.is_exact,

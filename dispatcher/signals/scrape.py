@@ -24,7 +24,7 @@ from dispatcher.limit.budget import Reason
 from dispatcher.limit.poll import ReadFailure
 from dispatcher.settings.watched_files import TokenFileError, TokenReader
 from dispatcher.signals.blocking_call import BlockingCalls, StillRunningError
-from dispatcher.signals.exposition import MalformedPageError, PageParser
+from dispatcher.signals.exposition import MalformedPageError, OptionalSeries, PageParser
 
 SLICE_BYTES = 64 * 1024
 """Number of bytes that are parsed before other tasks run."""
@@ -63,9 +63,8 @@ class SeriesSelection:
     """Series to read from the pages."""
 
     names: Set[str]
-    optional_names: Set[str] = frozenset()
-    """Optional series, which are kept apart. At most `max_optional` samples of them are read."""
-    max_optional: int = 0
+    optional: tuple[OptionalSeries, ...] = ()
+    """Groups of optional series, which are kept apart."""
 
 
 class Scraper:
@@ -257,8 +256,7 @@ class Scraper:
             page = PageParser(
                 selection.names,
                 open_metrics=kind.startswith("application/openmetrics-text"),
-                optional_names=selection.optional_names,
-                max_optional=selection.max_optional,
+                optional=selection.optional,
             )
             async with contextlib.aclosing(
                 _decode_body(response.aiter_raw(), gzip=coding == "gzip")

@@ -185,3 +185,48 @@ async def test_discovered_addresses_are_tried() -> None:
     async with fake_epp() as epp:
         findings = await probe(make_settings(epp={"port": epp.port}), ("127.0.0.1",))
     assert find_finding(findings, "signals.epp").level == "ok"
+
+
+LOAD_LINE = 'llm_d_epp_inflight_requests{{endpoint_name="a",priority="{}",producer_name="load"}} {}\n'
+
+
+@pytest.mark.parametrize(
+    ("lines", "level", "message"),
+    [
+        ([], "ok", "not there, and not needed: the running requests are shown by priority"),
+        (
+            [LOAD_LINE.format(0, 90), LOAD_LINE.format(-10, 30)],
+            "ok",
+            "120 requests, 30 of them with a negative priority",
+        ),
+        ([LOAD_LINE.format(0, 20)], "warning", "not used: it counts 20 requests, and 120 are running"),
+    ],
+)
+async def test_requests_in_flight_by_priority_are_reported(
+    lines: list[str], level: str, message: str
+) -> None:
+    async with fake_epp() as epp:
+        epp.page = read_page("router-newest-flow-control-on") + "".join(lines)
+        findings = await probe_picker(epp)
+    found = find_finding(findings, "signals.epp llm_d_epp_inflight_requests")
+    assert found.level == level
+    assert found.what.startswith(message)
+
+
+async def test_picker_without_priorities_is_reported() -> None:
+    async with fake_epp() as epp:
+        epp.page = read_page("gie-1.5-flow-control-on")
+        findings = await probe_picker(epp)
+    message = find_finding(findings, "signals.epp llm_d_epp_inflight_requests").what
+    assert message.startswith("not there: the picker has no inflight-load-producer")
+
+
+@pytest.mark.parametrize("objective", ["", "batch"])
+async def test_batch_requests_without_an_objective_are_not_seen_apart(objective: str) -> None:
+    async with fake_epp() as epp:
+        epp.page = read_page("router-newest-flow-control-on") + LOAD_LINE.format(0, 120)
+        settings = make_settings(epp={"urls": [epp.url]})
+        gateway = settings.gateway.model_copy(update={"objective": objective})
+        findings = await probe(settings.model_copy(update={"gateway": gateway}))
+    found = find_finding(findings, "signals.epp llm_d_epp_inflight_requests")
+    assert ("gateway.objective" in found.what) is (not objective)

@@ -12,6 +12,7 @@ import logging
 import re
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -56,7 +57,7 @@ from dispatcher.settings.load import parse_settings
 from dispatcher.settings.model import Settings
 from dispatcher.settings.values import SecretUrl
 from dispatcher.settings.yaml_source import MAX_BYTES, Problem
-from dispatcher.signals.epp import latency
+from dispatcher.signals.epp import in_flight_load, latency
 from dispatcher.signals.epp.series import SERIES_NAMES, PoolView, build_view
 from dispatcher.signals.exposition import MalformedPageError, PageParser, Sample
 from dispatcher.signals.prometheus.instant_query import QueryError, parse_document, parse_vector
@@ -119,7 +120,7 @@ def consume_views(views: Sequence[PoolView]) -> None:
 
 
 def consume_metrics_page(data: bytes) -> None:
-    parser = PageParser(SERIES_NAMES, optional_names=latency.NAMES, max_optional=latency.MAX_SERIES)
+    parser = PageParser(SERIES_NAMES, optional=(in_flight_load.SERIES, latency.SERIES))
 
     def feed() -> None:
         for at in range(0, len(data), 65_536):
@@ -130,17 +131,15 @@ def consume_metrics_page(data: bytes) -> None:
         assert len(message) < 700
         return
     view = build_view(parser.samples, "qwen", 1.0, 1.5)
+    load = parser.optional[in_flight_load.SERIES]
     if isinstance(view, PoolView):
+        view = replace(view, load=in_flight_load.sum_in_flight_load(load.samples, load.problem))
         consume_views([view])
         consume_views([view, view])
-    growth = HistogramGrowth()
+    growth, latencies = HistogramGrowth(), parser.optional[latency.SERIES]
     growth.add_histograms(
         1.0,
-        [
-            latency.build_histograms(
-                parser.optional_samples, "a", has_objective=True, problem=parser.optional_problem
-            )
-        ],
+        [latency.build_histograms(latencies.samples, "a", has_objective=True, problem=latencies.problem)],
     )
     growth.compute_impact(None, "epp")
 

@@ -32,6 +32,7 @@ def make_reading(
     running: float | None = None,
     waiting: float = 0.0,
     averages: tuple[float, float] | None = None,
+    max_batch_requests: float | None = None,
 ) -> Reading:
     return Reading(
         signal,
@@ -45,6 +46,7 @@ def make_reading(
         running=running,
         waiting=waiting,
         averages=averages,
+        max_batch_requests=max_batch_requests,
     )
 
 
@@ -65,6 +67,41 @@ def apply(limiter: Limiter, *readings: Reading) -> int:
     for reading in readings:
         limiter.add_reading(reading, reading.closed_at)
     return limiter.get_allowance(readings[-1].closed_at + 0.25).limit
+
+
+# What priorities say of the requests in a reading.
+
+
+@pytest.mark.parametrize(
+    ("old_requests", "max_batch_requests", "limit"),
+    [
+        (20, None, 64),
+        (20, 30.0, 64),
+        (20, 24.5, 59),
+        (20, 20.0, 54),
+        # Requests of this process are not among those with a negative priority.
+        (20, 19.0, 64),
+        # No request is certain, so their priority is not known.
+        (0, 0.0, 64),
+    ],
+)
+def test_priorities_limit_the_batch_requests_that_a_reading_may_contain(
+    old_requests: int, max_batch_requests: float | None, limit: int
+) -> None:
+    """Ten requests are sent within the window of the reading, which may or may not contain them."""
+    limiter = make_limiter(in_flight=old_requests)
+    assert apply(limiter, make_reading(T0, old_requests)) == SLOTS
+    send(limiter, range(100, 110), T0 + 0.5)
+    reading = make_reading(T0 + 1, old_requests + 10, window_s=0.9, max_batch_requests=max_batch_requests)
+    assert apply(limiter, reading) == limit
+
+
+def test_priority_of_batch_requests_is_remembered_while_none_is_in_flight() -> None:
+    limiter = make_limiter(in_flight=1)
+    apply(limiter, make_reading(T0, 1, max_batch_requests=1.0))
+    limiter.record_answer(0, T0 + 0.25)
+    send(limiter, range(100, 110), T0 + 1.5)
+    assert apply(limiter, make_reading(T0 + 2, 10, window_s=0.9, max_batch_requests=4.0)) == 58
 
 
 # Which readings apply.

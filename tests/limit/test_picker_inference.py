@@ -20,6 +20,7 @@ from dispatcher.limit.picker_inference import (
     PickerPage,
     UntrackedRequests,
     find_fitting_k,
+    is_same_count,
 )
 
 LOADS = list(range(0, 48, 5))
@@ -528,3 +529,11 @@ def test_steady_untracked_requests_are_counted_within_bounds(
             slack = max(slack, previous_count - count)
         if flushes >= 2:
             assert others - slack <= untracked.request_count <= others + max(0, max(sent) - min(sent))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [(0.0, 2.0, True), (0.0, 3.0, False), (100.0, 90.0, True), (90.0, 100.0, True), (100.0, 89.0, False)],
+)
+def test_counters_of_one_page_may_differ_a_little(one: float, other: float, is_same: bool) -> None:
+    assert is_same_count(one, other) is is_same

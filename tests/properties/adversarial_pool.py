@@ -52,6 +52,8 @@ class AdversarialPool:
     picker_count: int = 1
     waiting_count: int = 0
     """Number of waiting requests that readings show, although there may be room."""
+    foreign_batch_count: int | None = None
+    """Realtime requests that have a negative priority, if readings show priorities. `None` if they do not."""
     max_units: int = 1
     """Largest weight of a request, in units of the limit."""
     now: float = 100.0
@@ -162,6 +164,9 @@ class AdversarialPool:
             max_sys=self.max_sys,
             running=load - waiting if self.waiting_count else None,
             waiting=waiting,
+            max_batch_requests=None
+            if self.foreign_batch_count is None
+            else own_units + min(self.foreign_batch_count, self.realtime),
         )
         self.schedule(later_s + lag_s, lambda: self.limiter.add_reading(reading, self.now))
         # The limit is checked when each reading is applied, so that no reading hides the effect of another.

@@ -11,7 +11,7 @@ from enum import StrEnum
 from dispatcher.lab.simulation.world import PoolState
 from dispatcher.lab.standin.model import KV_AT_FULL, WAITING_AT_FULL
 from dispatcher.limit.budget import Policy, Signal
-from dispatcher.signals.epp.series import PoolView
+from dispatcher.signals.epp.series import InFlightLoad, PoolView
 from dispatcher.signals.readings import PickerFacts, PollReadings, derive_readings, list_possible_signals
 
 REQUEST_TOKENS, POD_TOKENS = 650, 1_000_000
@@ -81,6 +81,8 @@ class Exporter:
     shows_running: bool = True
     """True if the page shows the requests that the picker sent and that have no answer yet. This number is
     always current."""
+    shows_in_flight: bool = False
+    """True if the page shows the same requests by priority, by the picker's in-flight-load producer."""
     shows_server_queues: bool = True
     """True if the page shows the queue of each model server, as the picker last read it."""
     pickers: int = 1
@@ -113,6 +115,8 @@ class Exporter:
         flow_control = self.detector.has_flow_control
         # Everything that the picker has sent and that is not answered: running or waiting in a pod.
         sent = self._get_picker_share(state.running + self._count_waiting_in_pods(state), number)
+        batch_sent = state.batch_running + self._count_batch_waiting_in_pods(state)
+        batch_queued = state.batch_running + state.batch_waiting - batch_sent
         at = state.at + self.stamp_s
         return PoolView(
             at,
@@ -129,6 +133,10 @@ class Exporter:
             running_deviation=averaged.running_deviation,
             ready=state.pods,
             in_flight=sent if self.shows_running else None,
+            batch_queued=float(self._get_picker_share(batch_queued, number)),
+            load=InFlightLoad(float(sent), float(self._get_picker_share(batch_sent, number)))
+            if self.shows_in_flight
+            else None,
             utilization_detectors=frozenset({"default"} if self.detector.uses_server_queues else ()),
         )
 
@@ -149,6 +157,9 @@ class Exporter:
         """Return the number of requests that wait in the pods. Without flow control all waiting requests
         do."""
         return state.waiting_in_pods if self.detector.has_flow_control else state.waiting
+
+    def _count_batch_waiting_in_pods(self, state: PoolState) -> int:
+        return state.batch_waiting_in_pods if self.detector.has_flow_control else state.batch_waiting
 
     def _get_last_read_waiting(self, state: PoolState) -> float:
         """Return the same number as of the last time the picker read the metrics."""

@@ -66,6 +66,7 @@ class Scenario:
     once."""
     scorer_scrape_s: float = 0.0
     shows_running: bool = True
+    shows_in_flight: bool = False
     shows_server_queues: bool = True
     """True if the picker shows the queue of each model server, as of its last reading of their metrics."""
     detector: Detector = Detector.UTILIZATION
@@ -178,6 +179,7 @@ class Scenario:
             flush_s=self.flush_s,
             stamp_s=self.stamp_s,
             shows_running=self.shows_running,
+            shows_in_flight=self.shows_in_flight,
             shows_server_queues=self.shows_server_queues,
             pickers=self.pickers,
         )

@@ -235,6 +235,11 @@ class ScenarioFile(Section):
         "free slot there. Its tokens are lost.",
     )
     shows_running: bool = Field(True, description="The EPP exports how many requests it has sent.")
+    shows_in_flight: bool = Field(
+        False,
+        description="The EPP has an in-flight-load producer: it exports how many requests it has sent, by "
+        "their priority.",
+    )
     flush_s: float = Field(
         5.0, ge=0, description="Seconds between two updates of the EPP's averages. 0: always fresh."
     )

@@ -172,6 +172,8 @@ class PoolState:
     batch_waiting: int
     waiting_in_pods: int = 0
     """Number of waiting requests that wait in the pods."""
+    batch_waiting_in_pods: int = 0
+    """Number of batch requests among them."""
     pods: int = 1
     last_read_waiting_in_pods: int = 0
     """Number of requests that waited in the pods when the picker last read their metrics."""
@@ -372,6 +374,7 @@ class World:
             batch_running=self._running[True],
             batch_waiting=self._waiting_in_pods[True] + self._waiting_in_picker[True],
             waiting_in_pods=self._pods_waiting_count,
+            batch_waiting_in_pods=self._waiting_in_pods[True],
             pods=len(self._pods),
             last_read_waiting_in_pods=self._last_read_waiting
             if self._metrics_refresh_s

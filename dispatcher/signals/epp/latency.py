@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from dispatcher.limit.realtime_impact import WINDOW_S, Buckets, ReplicaHistograms, Scope
-from dispatcher.signals.exposition import Sample
+from dispatcher.signals.exposition import OptionalSeries, Sample
 
 TTFT = ("llm_d_epp_request_ttft_seconds", "inference_objective_request_ttft_seconds")
 TPOT = (
@@ -33,6 +33,7 @@ NAMES = frozenset(f"{name}_bucket" for name in (*TTFT, *TPOT))
 MAX_SERIES = 20_000
 """Largest number of series that are read from a page (tenants × priorities × buckets). More would cost too
 much CPU time."""
+SERIES = OptionalSeries(NAMES, MAX_SERIES, "series of requests' latencies")
 ROW_LABEL = "dispatcher_latency"
 """Label that describes a row of `build_latency_query`: kind, scope and name of the histogram."""
 OWN_QUERIES = ("ttft", "tpot")

@@ -71,6 +71,19 @@ SERIES_NAMES = frozenset(name for family in Family for name in family.value).uni
 
 
 @dataclass(frozen=True, slots=True)
+class InFlightLoad:
+    """Requests in flight at the endpoints, as one replica of the picker counts them."""
+
+    requests: float = 0.0
+    batch: float | None = None
+    """Part of `requests` that has a negative priority. `None` if the series does not show priorities."""
+    producer: str = ""
+    """Name of the producer that is used."""
+    problem: str = ""
+    """Why the counts cannot be used. Empty if they can."""
+
+
+@dataclass(frozen=True, slots=True)
 class PoolView:
     """One sample of what an EPP replica shows of the pool. A value is `None` if there is no such series."""
 
@@ -99,6 +112,12 @@ class PoolView:
     ready: float | None = None
     in_flight: float | None = None
     """Requests that this replica sent to a model server and that are unanswered."""
+    batch_in_flight: float | None = None
+    """Part of `in_flight` that has a negative priority. `None` if the page does not show priorities."""
+    batch_queued: float | None = None
+    """Part of `queued` that has a negative priority. `None` if the page does not show priorities."""
+    load: InFlightLoad | None = None
+    """Requests in flight by the replica's in-flight-load producer. `None` if the page does not show them."""
     utilization_detectors: frozenset[str] = frozenset()
     """Names of the utilization detectors that the replica runs."""
     stale_endpoints: float = 0.0
@@ -127,7 +146,16 @@ class PoolView:
     @property
     def is_idle(self) -> bool:
         """True if the replica knows no endpoint and has no requests."""
-        return not self.ready and not self.in_flight and not self.queued
+        return not self.ready and not self.sent and not self.queued
+
+    @property
+    def sent(self) -> float | None:
+        """Requests that this replica sent and that are unanswered, whichever series shows them. `None` if
+        none does."""
+        if self.in_flight is not None or self.load is None or self.load.problem:
+            return self.in_flight
+        # With several stages, a request counts once for each stage until its answer begins.
+        return None if self.has_several_stages else self.load.requests
 
     @property
     def has_flow_control(self) -> bool:
@@ -168,7 +196,7 @@ class PoolView:
         if self.waiting is not None and self.kv_cache is not None:
             pressure = max(self.waiting / QUEUE_AT_FULL, self.kv_cache / KV_AT_FULL)
         # The picker creates this series with its first request, so a missing one means 0.
-        return PickerPage(saturation, self.ready, self.in_flight or 0.0, pressure)
+        return PickerPage(saturation, self.ready, self.sent or 0.0, pressure)
 
     @property
     def is_composite(self) -> bool:
@@ -243,6 +271,8 @@ def build_view(
         running_deviation=combine_family(Family.RUNNING_DEVIATION),
         ready=ready,
         in_flight=combine_family(Family.IN_FLIGHT),
+        batch_in_flight=sum_priorities_below_zero(chosen.get(Family.IN_FLIGHT, ())),
+        batch_queued=sum_priorities_below_zero(chosen.get(Family.QUEUED, ())),
         utilization_detectors=frozenset(
             sample.labels.get("detector", "") for sample in chosen.get(Family.STALE, ())
         ),
@@ -277,6 +307,17 @@ def _combine_samples(family: Family, samples: Sequence[Sample]) -> float:
     if family is Family.READY:
         return min_or_nan(sample.value for sample in samples)
     return max_or_nan(sample.value for sample in samples)
+
+
+def sum_priorities_below_zero(samples: Sequence[Sample]) -> float | None:
+    """Return the sum of the samples with a negative priority. `None` if a sample has no priority."""
+    if not all(sample.labels.get("priority") for sample in samples):
+        return None
+    return sum_or_nan(
+        sample.value
+        for sample in samples
+        if sample.labels["priority"].startswith("-") and not sample.value < 0
+    )
 
 
 def _count_endpoints_with_room(samples: Sequence[Sample], ready: float | None) -> float | None:

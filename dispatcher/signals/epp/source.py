@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Final
 
 from dispatcher.limit.poll import ReadFailure
-from dispatcher.signals.epp import latency
+from dispatcher.signals.epp import in_flight_load, latency
 from dispatcher.signals.epp.series import SERIES_NAMES, PoolView, build_view
 from dispatcher.signals.exposition import PageParser
 from dispatcher.signals.scrape import (
@@ -29,8 +29,8 @@ LATENCY_INTERVAL_S = 15.0
 to parse them with each poll."""
 SERVICE_ACCOUNT_TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount/token"  # noqa: S105 -- a path
 _RIGHTS = "the token's service account needs a ClusterRole with nonResourceURLs: [/metrics], verbs: [get]"
-_SELECTION = SeriesSelection(SERIES_NAMES)
-_SELECTION_WITH_LATENCIES = SeriesSelection(SERIES_NAMES, latency.NAMES, latency.MAX_SERIES)
+_SELECTION = SeriesSelection(SERIES_NAMES, (in_flight_load.SERIES,))
+_SELECTION_WITH_LATENCIES = SeriesSelection(SERIES_NAMES, (in_flight_load.SERIES, latency.SERIES))
 
 
 class EppSource:
@@ -82,13 +82,16 @@ class EppSource:
             seen = build_view(page.samples, self._pool, opened_at, closed_at, target.label)
             if isinstance(seen, ReadFailure):
                 return make_unread(target, seen.why, seen.hint)
+            load = page.optional[in_flight_load.SERIES]
+            seen = replace(seen, load=in_flight_load.sum_in_flight_load(load.samples, load.problem))
             if not with_latencies:
                 return seen
+            latencies = page.optional[latency.SERIES]
             found = latency.build_histograms(
-                page.optional_samples,
+                latencies.samples,
                 target.label,
                 has_objective=self._has_objective,
-                problem=page.optional_problem,
+                problem=latencies.problem,
             )
             return replace(seen, histograms=found)
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,12 +31,12 @@ NEWEST_PAGE, PREDICTOR_PAGE = "router-newest-latencies", "gie-1.5-latency-predic
 def read_histograms(
     text: str, *, marked: bool = True, max_series: int = latency.MAX_SERIES
 ) -> ReplicaHistograms:
-    page = PageParser(SERIES_NAMES, optional_names=latency.NAMES, max_optional=max_series)
+    series = replace(latency.SERIES, max_samples=max_series)
+    page = PageParser(SERIES_NAMES, optional=(series,))
     page.feed(text.encode())
     page.close()
-    return latency.build_histograms(
-        page.optional_samples, "a", has_objective=marked, problem=page.optional_problem
-    )
+    found = page.optional[series]
+    return latency.build_histograms(found.samples, "a", has_objective=marked, problem=found.problem)
 
 
 class TestHistogramsOfPages:
@@ -86,12 +87,11 @@ class TestHistogramsOfPages:
         ],
     )
     def test_broken_latency_line_invalidates_only_the_latencies(self, line: str) -> None:
-        page = PageParser(SERIES_NAMES, optional_names=latency.NAMES, max_optional=99_999)
+        page = PageParser(SERIES_NAMES, optional=(latency.SERIES,))
         page.feed(f"{read_page(NEWEST_PAGE)}{line}\n".encode("latin-1"))
         assert len(page.close()) > 5
-        assert latency.build_histograms(
-            page.optional_samples, "a", has_objective=True, problem=page.optional_problem
-        ).why_not
+        found = page.optional[latency.SERIES]
+        assert latency.build_histograms(found.samples, "a", has_objective=True, problem=found.problem).why_not
 
     @pytest.mark.parametrize("bound", ["", "NaN", "five", "1_0"])
     def test_bucket_without_a_valid_bound_invalidates_its_histogram(self, bound: str) -> None:
