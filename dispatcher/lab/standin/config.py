@@ -51,6 +51,10 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     detector_name: Annotated[
         str, Meta(description="What the picker's operator calls the detector."), "as the kind"
     ] = ""
+    in_flight_load: Annotated[
+        bool,
+        Meta(description="The picker has an in-flight-load producer: its page has requests by priority."),
+    ] = False
     cold: Annotated[
         bool,
         Meta(description="The picker has just started: nothing known before its first flush."),

@@ -14,8 +14,10 @@ from statistics import pstdev
 
 from dispatcher.lab.standin.config import Config
 from dispatcher.lab.standin.model import KV_AT_FULL, TOKEN_S, WAITING_AT_FULL
-from dispatcher.lab.standin.pool import Job, Pool
+from dispatcher.lab.standin.pool import Job, Pool, take_share
 
+PRIORITIES = (0, -10)
+"""Priorities of realtime and of batch requests."""
 TTFT_BOUNDS = (
     *(0.005, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.25, 1.5),
     *(2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0, 120.0),
@@ -60,12 +62,14 @@ class _Snapshot:
     running: int
     waiting: int
     """Requests that wait in the model servers."""
-    queued: int
-    """Requests that wait in the picker."""
+    queued: tuple[int, int]
+    """Realtime and batch requests that wait in the picker."""
     endpoints: int
     slots: int
     servers: tuple[tuple[int, int], ...] = ()
     """Running and waiting requests of each model server."""
+    sent: tuple[int, int] = (0, 0)
+    """Realtime and batch requests that are in the model servers."""
 
 
 class Picker:
@@ -132,11 +136,19 @@ class Picker:
         now = time.monotonic()
         while len(self._history) > 1 and self._history[1].at <= now - lag_s:
             self._history.popleft()
-        inside, outside = pool.waiting_inside, pool.waiting - pool.waiting_inside
         self._has_had_requests = self._has_had_requests or pool.running + pool.waiting > 0
         servers = tuple(pool.list_server_counts(self.endpoints))
         self._history.append(
-            _Snapshot(now, pool.running, inside, outside, self.endpoints, pool.slots, servers)
+            _Snapshot(
+                now,
+                pool.running,
+                pool.waiting_inside,
+                pool.waiting_in_picker,
+                self.endpoints,
+                pool.slots,
+                servers,
+                pool.sent,
+            )
         )
 
     def record_latency(self, job: Job) -> None:
@@ -224,8 +236,20 @@ class Picker:
                     ("flow_control_stale_endpoints", "Endpoints with missing or stale metrics", plugin, 0)
                 )
             if self._has_had_requests:  # the real picker creates the series of a flow with its first request
-                flow = f'fairness_id="default",model_name="m",priority="0",target_model_name="m",{pool}'
-                gauges.append(("flow_control_queue_size", "Requests held in the queue", flow, view.queued))
+                for priority, queued in zip(PRIORITIES, view.queued, strict=True):
+                    flow = f'fairness_id="default",model_name="m",priority="{priority}",target_model_name="m"'
+                    gauges.append(
+                        ("flow_control_queue_size", "Requests held in the queue", f"{flow},{pool}", queued)
+                    )
+        if config.in_flight_load and self._has_had_requests:
+            for priority, sent in zip(PRIORITIES, view.sent, strict=True):
+                for number in range(view.endpoints):
+                    flow = (
+                        f'endpoint_name="server-{number}",fairness_id="default",namespace="default",'
+                        f'priority="{priority}",producer_name="inflight-load-producer"'
+                    )
+                    share = take_share(sent, number, view.endpoints)
+                    gauges.append(("inflight_requests", "In-flight requests per endpoint", flow, share))
         lines: list[str] = []
         described = ""
         for series, text, labels, value in sorted(gauges):
@@ -246,7 +270,7 @@ class Picker:
             if histograms:
                 lines += [f"# HELP llm_d_epp_{name} [ALPHA] {text}.", f"# TYPE llm_d_epp_{name} histogram"]
             for batch, histogram in sorted(histograms.items()):
-                labels = f'fairness_id="default-flow",model_name="m",priority="{-10 if batch else 0}",'
+                labels = f'fairness_id="default-flow",model_name="m",priority="{PRIORITIES[batch]}",'
                 if has_streaming_label:
                     labels += f'streaming="{"false" if batch else "true"}",'
                 lines += histogram.format_lines(f"llm_d_epp_{name}", f'{labels}target_model_name="m"')

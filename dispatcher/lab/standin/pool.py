@@ -152,13 +152,24 @@ class Pool:
         """Number of requests that wait in the pods."""
         return sum(len(server.waiting) for server in self._servers)
 
+    @property
+    def waiting_in_picker(self) -> tuple[int, int]:
+        """Number of realtime and of batch requests that wait in the picker."""
+        return len(self._waiting_in_picker[False]), len(self._waiting_in_picker[True])
+
+    @property
+    def sent(self) -> tuple[int, int]:
+        """Number of realtime and of batch requests that are in the pods."""
+        realtime, batch = self.waiting_in_picker
+        return self.levels["realtime"].now - realtime, self.levels["batch"].now - batch
+
     def list_server_counts(self, servers: int) -> list[tuple[int, int]]:
         """Return the running and the waiting requests of each of this many servers. Without a scorer they are
         spread evenly."""
         if self._scorer is not None:
             return [(each.running, len(each.waiting)) for each in self._servers]
         return [
-            (_take_share(self.running, number, servers), _take_share(self.waiting_inside, number, servers))
+            (take_share(self.running, number, servers), take_share(self.waiting_inside, number, servers))
             for number in range(servers)
         ]
 
@@ -240,7 +251,7 @@ class Pool:
         leaving, self._servers = self._servers[servers:], self._servers[:servers]
         self._servers += [_Server(0) for _ in range(servers - len(self._servers))]
         for number, server in enumerate(self._servers):
-            server.slots = _take_share(self.slots, number, servers)
+            server.slots = take_share(self.slots, number, servers)
         for job in [job for server in leaving for job in server.waiting]:
             self._add_to_queue(job, self._choose_server())
 
@@ -327,7 +338,7 @@ class Pool:
         return self.waiting - self.waiting_inside if self._config.flow_control else self.waiting_inside
 
 
-def _take_share(whole: int, number: int, parts: int) -> int:
+def take_share(whole: int, number: int, parts: int) -> int:
     """Return the part with this number of a whole that is split evenly. The first parts get the remainder."""
     return whole // parts + (number < whole % parts)
 

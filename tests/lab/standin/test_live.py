@@ -96,11 +96,13 @@ async def read_metrics_page(http: aiohttp.ClientSession, world: LiveWorld, **hea
 
 
 async def read_metrics(http: aiohttp.ClientSession, world: LiveWorld, **headers: str) -> dict[str, float]:
-    return {
-        sample.name.removeprefix("llm_d_epp_"): sample.value
-        for family in text_string_to_metric_families(await read_metrics_page(http, world, **headers))
-        for sample in family.samples
-    }
+    """Return the sum of the samples of each series."""
+    sums: dict[str, float] = {}
+    for family in text_string_to_metric_families(await read_metrics_page(http, world, **headers)):
+        for sample in family.samples:
+            name = sample.name.removeprefix("llm_d_epp_")
+            sums[name] = sums.get(name, 0.0) + sample.value
+    return sums
 
 
 def start_times(world: LiveWorld) -> dict[str, float]:
