@@ -9,6 +9,7 @@ from dispatcher.check.finding import Finding, Findings
 from dispatcher.limit.budget import Policy, Reading, Reason, compute_budget
 from dispatcher.limit.picker_inference import find_fitting_k
 from dispatcher.limit.poll import ReadFailure
+from dispatcher.limit.small_capacity import count_running_without_waiting, exceeds_capacity
 from dispatcher.settings.model import Settings
 from dispatcher.signals.epp import in_flight_load
 from dispatcher.signals.epp.series import Family, PoolView
@@ -51,6 +52,7 @@ async def check_sources(
         policy = settings.limit_policy(source.name)
         poll_readings = derive_readings(result, settings.signals.use, policy, source.name)
         findings += _report_readings(name, poll_readings, policy, now)
+        findings += _report_small_capacity(name, poll_readings)
         if policy.max_sys is None:
             findings += _report_per_endpoint(result, policy.per_endpoint, poll_readings)
     return findings
@@ -184,6 +186,18 @@ def _report_budget(name: str, reading: Reading, policy: Policy) -> Finding:
         return Finding("failed", f"{name} {reading.signal}", f"{detail}: {budget.fault_detail}", hint)
     room = f"room for {budget.headroom} more" if budget.headroom > 0 else "no room now"
     return Finding("ok", f"{name} {reading.signal}", f"{detail}: D {budget.d:.3f}, {room}")
+
+
+def _report_small_capacity(name: str, poll_readings: PollReadings) -> Findings:
+    """Report a capacity below the number of requests that run while none waits. A running dispatcher looks
+    for minutes, and explains it in its status."""
+    for reading in poll_readings.readings:
+        running = count_running_without_waiting(reading)
+        if reading.is_capacity_known and running is not None and exceeds_capacity(running, reading.max_sys):
+            what = f"{running:g} requests run and none waits, more than the capacity of {reading.max_sys:g}"
+            hint = "raise budget.per_endpoint or budget.max_sys, or set budget.capacity to learn"
+            return [Finding("warning", f"{name} capacity", what, hint)]
+    return []
 
 
 def _format_count(number: int, noun: str) -> str:

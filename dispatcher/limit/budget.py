@@ -93,6 +93,8 @@ class Policy:
     the model servers, or else from readings."""
     initial_per_endpoint: float = 8.0
     """Requests per endpoint with which the search for an unknown capacity starts."""
+    learns_capacity: bool = False
+    """True if the capacity that is named is only the start of the search for the capacity."""
     max_in_flight: int | None = None
     """Hard limit on batch requests in flight, regardless of readings."""
     overload_backoff: float = 0.7

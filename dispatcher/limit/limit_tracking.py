@@ -30,6 +30,7 @@ from dispatcher.limit.capacity import MIN_WAITING, CapacityEstimate, PoolCounts,
 from dispatcher.limit.lease_losses import LeaseLosses
 from dispatcher.limit.load_ledger import LoadBounds, LoadLedger
 from dispatcher.limit.signal_limit import SignalLimit
+from dispatcher.limit.small_capacity import SmallCapacityCheck
 from dispatcher.limit.transit_time import MAX_LOOP_DELAY_S, MAX_TRANSIT_S, TransitTime
 from dispatcher.requests.outcomes.refusals import REMOTE_CLOCK_ERROR_S
 
@@ -70,6 +71,7 @@ class LimitTracker(Revisioned):
         self.ledger = LoadLedger(horizon_s=_compute_horizon_s(policy.max_age_s))
         self.losses = LeaseLosses()
         self.capacity_estimate = CapacityEstimate()
+        self.small_capacity = SmallCapacityCheck()
         self.kv_use: KvUse | None = None
         """Use of the KV memory by the newest applied reading."""
         self._transit_time = TransitTime()
@@ -181,6 +183,7 @@ class LimitTracker(Revisioned):
     def record_refusal(self, in_flight: int, *, is_known: bool, is_remote: bool) -> None:
         """Record a refusal for lack of capacity (`CapacityEstimate.record_refusal`)."""
         self.capacity_estimate.record_refusal(in_flight, is_known=is_known, is_remote=is_remote)
+        self.small_capacity.record_refusal()
 
     def apply_due_readings(self, now: float, *, refused_at: float, is_gateway_reachable: bool) -> None:
         """Apply every sample whose window closed at least δ ago.
@@ -391,8 +394,12 @@ class LimitTracker(Revisioned):
         # A faulty reading closes the gate, so the absence of refusals meanwhile proves nothing.
         if not tracks or len(tracks) < len(self.signal_limits):
             return
+        snapshot, reserve = self._make_snapshot(tracks), self.policy.reserve
         self.capacity_estimate.learn_from_snapshot(
-            self._make_snapshot(tracks), reserve=self.policy.reserve, backoff=self.policy.overload_backoff
+            snapshot, reserve=reserve, backoff=self.policy.overload_backoff
+        )
+        self.small_capacity.record_snapshot(
+            snapshot, reserve=reserve, is_learned=self.capacity_estimate.share is not None
         )
         self._update_limits()
 

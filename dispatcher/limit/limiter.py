@@ -47,6 +47,7 @@ from dispatcher.limit.gate import Gate, SignalFailure
 from dispatcher.limit.limit_tracking import LimitTracker
 from dispatcher.limit.poll import Poll
 from dispatcher.limit.send_pace import Grant, SendPace, compute_send_rate
+from dispatcher.limit.small_capacity import SmallCapacityCheck
 
 NO_ROOM_BY_REALTIME = (
     "realtime requests, or requests of a dispatcher that died, take everything but the reserve"
@@ -266,6 +267,11 @@ class Limiter:
     def capacity_estimate(self) -> CapacityEstimate:
         """Capacity of the pool as learned from readings."""
         return self._tracker.capacity_estimate
+
+    @property
+    def small_capacity(self) -> SmallCapacityCheck:
+        """Evidence that the configured capacity is too small."""
+        return self._tracker.small_capacity
 
     @property
     def other_owners_units(self) -> int:

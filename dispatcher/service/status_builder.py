@@ -59,6 +59,7 @@ def build_status(
         *([f"{attempts_problem}."] if attempts_problem else []),
         *_explain_signals_failure(allowance, signals),
         *_explain_learned_capacity(budget, settings),
+        *_explain_small_capacity(budget, limiter, allowance.reason, settings),
         *(f"Kubernetes: {each}." for each in (*endpoints.problems, *endpoints.notices)),
         *chain.from_iterable(each.sentences for each in features),
         *(f"Warning: {each}." for each in (loop_problem, reserve_problem) if each),
@@ -177,7 +178,7 @@ def _explain_learned_capacity(budget: show.BudgetStatus, settings: Settings) -> 
         return []
     each = budget.per_endpoint
     if each is None:
-        name = "signals.prometheus.queries.capacity" if settings.budget.max_sys is None else "budget.max_sys"
+        name = _name_capacity_setting(settings)
         return [f"{learned:.3g} requests fit where {name} says {configured:g}: lower it."]
     fitted = f"{each * learned / configured:.3g} requests per endpoint fit where"
     match budget.per_endpoint_source:
@@ -189,6 +190,39 @@ def _explain_learned_capacity(budget: show.BudgetStatus, settings: Settings) -> 
             return [f"{fitted} the model servers' own pages say {each:g}."]
         case _:
             return []
+
+
+def _explain_small_capacity(
+    budget: show.BudgetStatus, limiter: Limiter, reason: Reason, settings: Settings
+) -> list[str]:
+    """Explain that the capacity is too small, or may be, and which setting to change."""
+    check, configured, each = limiter.small_capacity, budget.configured_max_sys, budget.per_endpoint
+    is_full = reason in (Reason.FULL, Reason.SATURATED, Reason.NO_ROOM)
+    if configured is None or not (check.proven_capacity or (check.is_larger_suggested and is_full)):
+        return []
+    source = budget.per_endpoint_source
+    if each is None:
+        name, number = _name_capacity_setting(settings), configured
+        change = "raise it"
+    elif source == "server":
+        name, number, change = "the model servers' own pages", each, "set budget.per_endpoint"
+    elif source in ("picker", "suggestion"):
+        name, number, change = "the endpoint picker", each, "raise its maxConcurrency"
+    else:
+        name, number, change = "budget.per_endpoint", each, "raise it"
+    unit = "requests" if each is None else "requests per endpoint"
+    change = f"{change}, or set budget.capacity to learn"
+    if check.proven_capacity:
+        ran = f"{number * check.proven_capacity / configured:.3g} {unit}"
+        return [f"{ran} ran while none waited, more than the {number:g} of {name}: {change}."]
+    full = f"the pool was as full as {number:g} {unit} allow ({name})"
+    quiet = f"No request has waited in {check.quiet_s / 60:.0f} minutes in which {full}"
+    return [f"{quiet}. If the model servers can run more, {change}."]
+
+
+def _name_capacity_setting(settings: Settings) -> str:
+    """Return the setting of the capacity of the whole pool."""
+    return "signals.prometheus.queries.capacity" if settings.budget.max_sys is None else "budget.max_sys"
 
 
 def _build_budget(

@@ -60,6 +60,14 @@ def describe_per_endpoint(budget: BudgetStatus) -> str:
     if per_endpoint is None:
         return ""
     match budget.per_endpoint_source:
+        case "setting" | "picker" | "server" | "suggestion" if budget.max_sys_source in (
+            "search",
+            "learned",
+        ) and (budget.configured_max_sys is None):
+            return (
+                f"The search for the capacity started at {per_endpoint:g} requests per endpoint "
+                "(budget.capacity: learn)."
+            )
         case "setting" if picker is not None and picker != per_endpoint:
             return (
                 f"budget.per_endpoint is {per_endpoint:g}, the endpoint picker counts with {picker}: "

@@ -207,6 +207,11 @@ class BudgetSettings(Section):
         description="Number of requests per endpoint at which the search for an unknown capacity starts. The "
         "estimate grows only while readings show that no requests wait.",
     )
+    capacity: Literal["configured", "learn"] = Field(
+        "configured",
+        description="`configured`: the capacity that the settings or the metrics pages name is never "
+        "exceeded. `learn`: the search for the capacity starts there, and finds a larger or a smaller one.",
+    )
     max_in_flight: int | None = Field(
         None,
         ge=1,
@@ -428,6 +433,7 @@ class Settings(_FeatureSections):
             max_sys=budget.max_in_flight if fixed else budget.max_sys,
             per_endpoint=budget.per_endpoint,
             initial_per_endpoint=budget.initial_per_endpoint,
+            learns_capacity=budget.capacity == "learn" and not fixed,
             max_in_flight=budget.max_in_flight,
             overload_backoff=budget.overload_backoff,
             max_age_s=self.signals.max_age_for(source),

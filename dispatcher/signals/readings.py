@@ -288,7 +288,10 @@ def _choose_per_endpoint(
 
 
 def _is_capacity_known(views: Sequence[PoolView], policy: Policy, count: ConcurrencyInference) -> bool:
-    """Return True if the capacity comes from a setting, a query, the model servers or the picker."""
+    """Return True if the capacity comes from a setting, a query, the model servers or the picker, and is not
+    only where the search for it starts."""
+    if policy.learns_capacity:
+        return False
     if policy.max_sys is not None or all(each.capacity is not None for each in views):
         return True
     return _choose_per_endpoint(views, policy, count)[1] != "search"

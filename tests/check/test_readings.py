@@ -95,6 +95,27 @@ async def test_configured_capacity_is_compared_with_that_of_the_picker(
 
 
 @pytest.mark.parametrize(
+    ("budget", "queue", "message"),
+    [
+        ({"per_endpoint": 16}, "0", "121 requests run and none waits, more than the capacity of 64"),
+        ({"per_endpoint": 16}, "1.5", ""),
+        ({"per_endpoint": 32}, "0", ""),
+        ({"per_endpoint": 16, "capacity": "learn"}, "0", ""),
+    ],
+)
+async def test_capacity_below_what_runs_is_reported_if_none_waits(
+    budget: dict[str, object], queue: str, message: str
+) -> None:
+    async with fake_epp() as epp:
+        epp.page = read_page("router-newest-concurrency-detector").replace("} 1.5", f"}} {queue}")
+        given = make_settings(epp={"urls": [epp.url]}).model_copy(
+            update={"budget": BudgetSettings.model_validate(budget)}
+        )
+        findings = [each for each in await probe(given) if each.where == "signals.epp capacity"]
+    assert [(each.level, each.what) for each in findings] == ([("warning", message)] if message else [])
+
+
+@pytest.mark.parametrize(
     ("page", "message"),
     [
         ("router-newest-latencies", "llm_d_epp_request_ttft_seconds, of realtime alone"),

@@ -133,7 +133,8 @@ def test_every_setting_of_the_program_is_a_value_of_the_same_type() -> None:
                     "tls": tls},
         },
         "budget": {"reserve": 0, "upper": 1, "max_sys": 1e6, "per_endpoint": 32, "max_in_flight": 7,
-                   "overload_backoff": 0.5, "initial_per_endpoint": 4},
+                   "overload_backoff": 0.5, "initial_per_endpoint": 4,
+                   "capacity": "learn"},
         "batching": {"mode": "on", "rules": [
             {"paths": ["/v1/models/*:predict"], "shape": "tensorflow", "max_size": 64,
              "preferred_sizes": [16, 32], "max_delay_s": 0, "unit": "call",

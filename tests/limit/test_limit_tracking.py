@@ -489,3 +489,33 @@ def test_sample_from_the_time_of_a_refusal_or_with_a_faulty_signal_teaches_nothi
     assert len(tracker.recorded.snapshots) == 1
     tracker.apply(*(make_reading(T0 + 3, 12, signal) for signal in Signal), refused_at=T0 + 1)
     assert len(tracker.recorded.snapshots) == 2
+
+
+# A capacity that is too small.
+
+
+def make_crowded_limiter() -> Limiter:
+    """Return a limiter whose readings prove that more requests run than the configured capacity."""
+    limiter = make_limiter(REQUESTS)
+    for seconds in range(0, 30, 5):
+        apply(limiter, make_reading(T0 + seconds, 70, REQUESTS, running=70))
+    assert limiter.small_capacity.proven_capacity == 70
+    return limiter
+
+
+def test_requests_that_run_above_the_capacity_show_that_it_is_too_small() -> None:
+    assert make_crowded_limiter().small_capacity.quiet_s == 25
+
+
+def test_refusal_ends_the_time_without_waiting_requests() -> None:
+    limiter = make_crowded_limiter()
+    limiter.record_refusal(T0 + 26, retry_at=T0 + 26, is_out_of_capacity=True, in_flight=1)
+    assert limiter.small_capacity.quiet_s == 0
+
+
+def test_smaller_capacity_that_was_learned_ends_the_proof_of_a_larger_one() -> None:
+    limiter = make_crowded_limiter()
+    for seconds in range(30, 60, 5):
+        apply(limiter, make_reading(T0 + seconds, 60, REQUESTS, running=30, waiting=30))
+    assert limiter.capacity_estimate.share is not None
+    assert limiter.small_capacity.proven_capacity is None

@@ -68,3 +68,74 @@ def test_learned_capacity_is_explained_with_a_hint(
     assert status.budget.max_sys_source == "learned"
     # Only the reason of the closed gate mentions realtime.
     assert "realtime" not in status.gate.explanation.replace(NO_ROOM_BY_REALTIME, "")
+
+
+def build_small_capacity_status(
+    budget: dict[str, Any], poll: SourcePoll | None, running: float, in_flight: int = 0
+) -> Status:
+    """Return the status after a quarter of an hour in a pool of 32 in which none waits."""
+    limiter = Limiter(Policy(), (Signal.REQUESTS,))
+    for key in range(in_flight):
+        limiter.record_send(key, -60.0)
+    for at in range(0, 900, 5):
+        limiter.add_reading(
+            Reading(Signal.REQUESTS, at, at, running / 32, 0.0, 32, running=running), float(at)
+        )
+        limiter.get_allowance(at + 0.5)
+    settings = Settings.model_validate({"gateway": {"url": "http://gw"}, "budget": budget})
+    return build_limiter_status(limiter, 896.0, settings, poll=poll)
+
+
+LEARN = "or set budget.capacity to learn."
+
+
+@pytest.mark.parametrize(
+    ("budget", "poll", "sentence"),
+    [
+        (
+            {"per_endpoint": 16},
+            create_poll(16, "setting"),
+            (
+                "20 requests per endpoint ran while none waited, more than the 16 of budget.per_endpoint: "
+                "raise it, "
+            ),
+        ),
+        (
+            {},
+            create_poll(16, "picker"),
+            (
+                "20 requests per endpoint ran while none waited, more than the 16 of the endpoint picker: "
+                "raise its maxConcurrency, "
+            ),
+        ),
+        (
+            {},
+            create_poll(16, "server"),
+            (
+                "20 requests per endpoint ran while none waited, more than the 16 of the model servers' own "
+                "pages: set budget.per_endpoint, "
+            ),
+        ),
+        (
+            {"max_sys": 32},
+            None,
+            "40 requests ran while none waited, more than the 32 of budget.max_sys: raise it, ",
+        ),
+    ],
+)
+def test_capacity_that_is_proven_to_be_too_small_is_explained_with_a_hint(
+    budget: dict[str, Any], poll: SourcePoll | None, sentence: str
+) -> None:
+    assert build_small_capacity_status(budget, poll, 40).gate.explanation.endswith(sentence + LEARN)
+
+
+def test_larger_capacity_is_suggested_while_the_limit_is_reached() -> None:
+    poll = create_poll(16, "setting")
+    status = build_small_capacity_status({"per_endpoint": 16}, poll, 30, in_flight=30)
+    assert status.gate.explanation.endswith(
+        "No request has waited in 15 minutes in which the pool was as full as 16 requests per endpoint allow "
+        "(budget.per_endpoint). If the model servers can run more, raise it, " + LEARN
+    )
+    # Nobody misses room that is free.
+    calm = build_small_capacity_status({"per_endpoint": 16}, poll, 29)
+    assert "No request has waited" not in calm.gate.explanation

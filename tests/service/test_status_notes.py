@@ -102,6 +102,23 @@ def test_problems_of_features_come_last() -> None:
             "No setting or metric names the capacity: the search started at 8 requests per endpoint",
         ),
         (BudgetStatus(per_endpoint=8.0, per_endpoint_source="search", max_sys_source="learned"), ""),
+        (
+            BudgetStatus(per_endpoint=8.0, per_endpoint_source="picker", max_sys_source="search"),
+            "The search for the capacity started at 8 requests per endpoint (budget.capacity: learn).",
+        ),
+        (
+            BudgetStatus(per_endpoint=8.0, per_endpoint_source="setting", max_sys_source="learned"),
+            "The search for the capacity started at 8 requests per endpoint (budget.capacity: learn).",
+        ),
+        (
+            BudgetStatus(
+                per_endpoint=8.0,
+                per_endpoint_source="setting",
+                max_sys_source="learned",
+                configured_max_sys=16.0,
+            ),
+            "",
+        ),
     ],
 )
 def test_note_says_where_the_requests_per_endpoint_come_from(budget: BudgetStatus, beginning: str) -> None:

@@ -33,6 +33,7 @@ def test_minimal_file_has_the_documented_defaults() -> None:
         "max_sys": None,
         "per_endpoint": None,
         "initial_per_endpoint": 8.0,
+        "capacity": "configured",
         "max_in_flight": None,
         "overload_backoff": 0.7,
     }
@@ -413,6 +414,18 @@ def test_limit_policy_is_made_of_the_settings() -> None:
         reserve=0.1, per_endpoint=16, max_in_flight=9, max_age_s=10, retry_after_max_s=30
     )
     assert settings.limit_policy("prometheus").max_age_s == 60
+
+
+@pytest.mark.parametrize(
+    ("text", "learns"),
+    [
+        ("budget: {capacity: learn}\n", True),
+        ("budget: {capacity: configured}\n", False),
+        ("budget: {capacity: learn, max_in_flight: 9}\nsignals: {source: fixed}\n", False),
+    ],
+)
+def test_capacity_is_learned_if_the_setting_says_so_and_anything_is_read(text: str, learns: bool) -> None:
+    assert parse_valid(MINIMAL + text).limit_policy().learns_capacity is learns
 
 
 @pytest.mark.parametrize(

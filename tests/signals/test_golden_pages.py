@@ -560,6 +560,13 @@ def test_configured_or_learned_capacity_is_known(
     assert {(each.max_sys, each.is_capacity_known) for each in verdict.readings} == {(400, True)}
 
 
+@pytest.mark.parametrize("policy", [Policy(per_endpoint=100), Policy(max_sys=400)])
+def test_configured_capacity_is_where_the_search_starts_if_it_is_to_be_learned(policy: Policy) -> None:
+    policy = replace(policy, learns_capacity=True)
+    verdict = derive_readings([page_with_requests(140)], "both", policy, "epp", learn_from_requests(140))
+    assert {(each.max_sys, each.is_capacity_known) for each in verdict.readings} == {(400, False)}
+
+
 def test_k_above_the_default_of_the_picker_is_not_used_as_capacity() -> None:
     """The saturation is still proven to be a request count."""
     pages = [

@@ -51,6 +51,7 @@ class Scenario:
 
     slots: int = 64
     has_capacity_setting: bool = True
+    learns_capacity: bool = False
     true_slots: int | None = None
     slots_at: Sequence[tuple[float, int]] = ()
     picker_slots: int | None = None
@@ -158,6 +159,7 @@ class Scenario:
         return Budgeting(
             reserve=self.reserve,
             per_endpoint=self.slots / self.pods if self.has_capacity_setting else None,
+            learns_capacity=self.learns_capacity,
             max_age_s=self.max_age_s if self.max_age_s is not None else 60.0 if aged else 10.0,
         )
 

@@ -271,6 +271,7 @@ class ScenarioFile(Section):
         True,
         description="The configuration names the capacity. Otherwise the dispatcher has to find it.",
     )
+    learns_capacity: bool = Field(False, description="budget.capacity is learn.")
     replicas: int = Field(1, ge=1, description="Number of dispatchers that share the queue.")
     deaths: Times = Field((), description="Times at which a replica is killed and replaced: 100, 200.")
     lease_s: float = Field(30.0, ge=0.1, description="queue.lease_s, for killed replicas.")

@@ -65,6 +65,14 @@ def test_smaller_pool_lowers_the_limit_at_once_and_larger_pool_raises_it_soon() 
     assert {m.state.slots for m in later} == {64}
 
 
+def test_capacity_that_is_configured_too_small_is_found_if_it_is_to_be_learned() -> None:
+    learning, right = (
+        run_with_faults(seconds=150, slots=slots, true_slots=64, learns_capacity=slots == 32)
+        for slots in (32, 64)
+    )
+    assert mean_load(select_samples(learning, 60, 150)) > 0.97 * mean_load(select_samples(right, 60, 150))
+
+
 def test_pool_without_pods_closes_the_gate_and_recovers() -> None:
     run = run_with_faults(pods=2, pods_at=[(100, 0), (130, 2)])
     assert {m.closed_reason for m in select_samples(run, 101.5, 129.5)} == {Reason.NO_ENDPOINTS}
