@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from dispatcher.kernel import completions
 from dispatcher.kernel.claimed_request import ClaimedLeases
 from dispatcher.kernel.flush import ClaimByFlush
+from dispatcher.kernel.overtaking import Overtaking
 from dispatcher.kernel.queue_access import explain_empty_claim, loop_time
 from dispatcher.kernel.queue_steps import QueueStep
 from dispatcher.queue.contract import Permit
@@ -47,6 +48,7 @@ class Claimer:
         """Nonce of a claim or probe whose reply was lost, or not processed: the next one repeats it."""
         self._claim_asked_at = self._probe_asked_at = 0.0
         """Time at which it was asked for the first time."""
+        self._overtaking = Overtaking()
         self.next_grant_at: float | None = None
         """Time at which more of the free units may be used. `None` if the newest claim could use all."""
 
@@ -84,7 +86,12 @@ class Claimer:
                 self._claim_nonce, self._claim_asked_at = next(self._flusher.nonces), self._access.clock()
             permit = self.build_permit(allowance)
             claim = self._access.queue.claim(
-                max_count, self._claim_nonce, permit, max_per_lane=max_per_lane, assumed_units=assumed_units
+                max_count,
+                self._claim_nonce,
+                permit,
+                max_per_lane=max_per_lane,
+                assumed_units=assumed_units,
+                max_blocked=self._overtaking.count_passable(at, self._limiter.mean_duration_s),
             )
             claim_result = await self._access.call_queue(QueueStep.CLAIM, claim)
             if claim_result is None:
@@ -93,6 +100,7 @@ class Claimer:
             self._access.update_from_reply(claim_result)
             self._limiter.set_withheld_reason(explain_empty_claim(claim_result, permit))
             must_claim_again = self._lane_rules.record_claim(claim_result.claimable_count)
+            is_first_new = self._overtaking.record_claim(claim_result.blocked_entry_id, at)
             self._access.has_work = claim_result.claimable_count > 0 or must_claim_again
             # Not earlier: after an exception above, the next claim returns the same leases.
             self._claim_nonce = ""
@@ -102,7 +110,7 @@ class Claimer:
                 )
                 if has_waiting and self._context.pending:  # flush first, or others would be claimed ahead
                     return
-            elif not must_claim_again:
+            elif not must_claim_again and not is_first_new:
                 return
 
     def _count_outside_units(self) -> int:

@@ -153,6 +153,9 @@ class ClaimResult(Value, frozen=True):
     claimable_count: int
     """Requests that the next claim could lease if there were room: pending and returned ones. Requests of a
     lane count only if this call was allowed more of them than it took."""
+    blocked_entry_id: int | None = None
+    """Entry of the first request that needs more units than were free. `None` if the claim came to none, or
+    repeats an earlier one."""
 
 
 class Extra(Protocol):
@@ -359,6 +362,7 @@ class Queue(Protocol):
         *,
         max_per_lane: Mapping[Lane, int] = ONE_PER_LANE,
         assumed_units: int = 1,
+        max_blocked: int = 0,
     ) -> ClaimResult:
         """Lease up to `max_count` requests, best score first, never past the permit.
 
@@ -367,8 +371,9 @@ class Queue(Protocol):
         Units: a request counts the units of its last lease or of the last `set_lease_units`, at least 1. A
         request that was never leased counts `assumed_units`, which may be 0 if the caller sets its units
         before sending. Nothing more is leased when no unit is free. A request with more units than are free
-        ends the claim, so that it does not starve behind lighter ones; a request with more units than the
-        whole limit is skipped until the limit has risen.
+        ends the claim, so that it does not starve behind lighter ones; but up to `max_blocked` of them that
+        were leased before are skipped. A request with more units than the whole limit is skipped until the
+        limit has risen.
 
         Room: a permit with a reading no older than the shared one replaces the shared one (not while paused),
         and its limit applies; with an older permit, the smaller of both limits applies. Each limit is lowered

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from dispatcher.queue.contract import DeadLetter, Lease, Queue, Release, SettleStatus
+from dispatcher.queue.contract import ClaimResult, DeadLetter, Lease, Queue, Release, SettleStatus
 from tests.conformance.worlds import World, answer, claim, claim_fully, member, permit
 
 
@@ -96,6 +96,39 @@ async def test_request_that_does_not_fit_is_returned_undelivered_and_claimed_nex
     assert (again.entry_id, again.units, again.deliveries) == (heavy.entry_id, 5, 1)
     assert await other.settle([answer(again)]) == [SettleStatus.DONE]
     assert len(await claim(other, limit=5)) == 2
+
+
+async def test_lighter_requests_overtake_as_many_requests_without_room_as_the_claim_allows(
+    world: World,
+) -> None:
+    await submit_requests(world, 7)
+    one, other = world.owner("one"), world.owner("other")
+    first, heavy, next_heavy = await claim(one, max_count=3, limit=6)
+    assert await set_units(one, (heavy, 6), (next_heavy, 6), limit=6) == [False, False]
+
+    async def claim_others(count: int, max_blocked: int) -> ClaimResult:
+        return await other.claim(count, f"n-{count}-{max_blocked}", permit(6), max_blocked=max_blocked)
+
+    for max_blocked in (0, 1):
+        reply = await claim_others(4, max_blocked)
+        assert (reply.leases, reply.blocked_entry_id) == ([], heavy.entry_id)
+    reply = await claim_others(2, 2)
+    lighter = reply.leases
+    assert ([lease.deliveries for lease in lighter], reply.blocked_entry_id) == ([1, 1], heavy.entry_id)
+    assert await one.settle([answer(first)]) == [SettleStatus.DONE]
+    assert await other.settle([answer(lease) for lease in lighter]) == [SettleStatus.DONE] * 2
+    reply = await claim_others(1, 16)
+    assert (get_entry_ids(reply.leases), reply.blocked_entry_id) == ([heavy.entry_id], None)
+    assert (await claim_others(9, 16)).blocked_entry_id is None, "no unit is free, so nothing is read"
+    assert await other.settle([answer(reply.leases[0])]) == [SettleStatus.DONE]
+    assert get_entry_ids((await claim_others(8, 16)).leases) == [next_heavy.entry_id]
+
+
+async def test_request_whose_units_are_not_known_is_not_overtaken(world: World) -> None:
+    await submit_requests(world, 3)
+    queue = world.owner()
+    reply = await queue.claim(2, "n", permit(3), assumed_units=2, max_blocked=16)
+    assert ([lease.units for lease in reply.leases], reply.blocked_entry_id) == ([2], None)
 
 
 async def test_request_above_the_limit_is_passed_over_until_the_limit_rises(world: World) -> None:

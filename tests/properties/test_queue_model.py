@@ -129,6 +129,7 @@ class QueueModel(QueueComparison):
         suspects=st.integers(0, 2),
         lose_reply=reply_losses,
         assumed_units=st.sampled_from([0, 1, 1, 1, 2, 4]),
+        max_blocked=st.sampled_from([0, 0, 1, 16]),
         started=st.sampled_from([0, 1, 9, 9]),
     )
     def claim(
@@ -140,6 +141,7 @@ class QueueModel(QueueComparison):
         suspects: int,
         lose_reply: bool,
         assumed_units: int = 1,
+        max_blocked: int = 0,
         started: int = 9,
     ) -> None:
         self.serial_number += 1
@@ -150,11 +152,17 @@ class QueueModel(QueueComparison):
         real, twin = self.run_on_both(
             owner,
             lambda queue, _: queue.claim(
-                max_count, nonce, permit, max_per_lane=lanes, assumed_units=assumed_units
+                max_count,
+                nonce,
+                permit,
+                max_per_lane=lanes,
+                assumed_units=assumed_units,
+                max_blocked=max_blocked,
             ),
             lose_reply,
         )
         self.record_claim(owner, real, twin)
+        assert real.blocked_entry_id == twin.blocked_entry_id
         if real.leases:
             assert len(real.leases) <= max_count
             assert real.lease_counts.live_units <= limit

@@ -96,8 +96,9 @@ class MemoryQueue:
         *,
         max_per_lane: Mapping[Lane, int] = ONE_PER_LANE,
         assumed_units: int = 1,
+        max_blocked: int = 0,
     ) -> ClaimResult:
-        return self._claim_requests(max_count, nonce, permit, max_per_lane, assumed_units)
+        return self._claim_requests(max_count, nonce, permit, max_per_lane, assumed_units, max_blocked)
 
     async def claim_probe(self, nonce: str, permit: Permit) -> ClaimResult:
         return self._claim_requests(1, nonce, permit, ONE_PER_LANE, 1, is_probe=True)
@@ -109,12 +110,13 @@ class MemoryQueue:
         permit: Permit,
         max_per_lane: Mapping[Lane, int],
         assumed_units: int,
+        max_blocked: int = 0,
         *,
         is_probe: bool = False,
     ) -> ClaimResult:
         caller = self._begin_step()
         pool_permit = self._permit_in_pool_time(permit)
-        taken, waiting = steps.claim(
+        taken, waiting, blocked = steps.claim(
             self._queue,
             caller,
             nonce,
@@ -122,9 +124,10 @@ class MemoryQueue:
             max_count=max_count,
             max_per_lane=max_per_lane,
             assumed_units=assumed_units,
+            max_blocked=max_blocked,
             is_probe=is_probe,
         )
-        return self._build_claim_result(caller, taken, waiting)
+        return self._build_claim_result(caller, taken, waiting).copy_with(blocked_entry_id=blocked)
 
     async def renew(self, leases: Sequence[Lease]) -> RenewResult:
         caller = self._begin_step()

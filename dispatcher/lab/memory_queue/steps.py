@@ -66,9 +66,12 @@ def claim(
     max_count: int,
     max_per_lane: Mapping[Lane, int],
     assumed_units: int,
+    max_blocked: int,
     is_probe: bool = False,
-) -> tuple[Sequence[LeaseRecord], int]:
-    """Lease requests. Return the leases, and the number of requests that the next claim could lease."""
+) -> tuple[Sequence[LeaseRecord], int, int | None]:
+    """Lease requests. Return the leases, the number of requests that the next claim could lease, and the
+    entry of the first request without room."""
+    blocked = None
     pool, now, max_per_lane = queue.pool, caller.now, compute_lane_room(max_per_lane)
     taken = _find_claim(queue, caller.owner, nonce)
     if taken is None:
@@ -81,13 +84,20 @@ def claim(
             if is_probe and pool.probe_entry is not None
             else _get_limit_and_room(pool, caller, permit, is_probe=is_probe)
         )
-        taken = _lease_first(
-            queue, caller, max_count, max_per_lane, room=room, limit=limit, assumed_units=assumed_units
+        taken, blocked = _lease_first(
+            queue,
+            caller,
+            max_count,
+            max_per_lane,
+            room=room,
+            limit=limit,
+            assumed_units=assumed_units,
+            max_blocked=max_blocked,
         )
         _remember_claim(queue, caller, nonce, taken)
         if is_probe and taken:
             pool.probe_entry, pool.probe_reserved_until = taken[0].entry.id, float("-inf")
-    return taken, queue.waiting_count - queue.count_passed_over(max_per_lane, taken)
+    return taken, queue.waiting_count - queue.count_passed_over(max_per_lane, taken), blocked
 
 
 def _get_limit_and_room(
@@ -149,33 +159,41 @@ def _lease_first(
     room: int,
     limit: int,
     assumed_units: int,
-) -> list[LeaseRecord]:
+    max_blocked: int,
+) -> tuple[list[LeaseRecord], int | None]:
+    """Lease the first requests. Return the leases, and the entry of the first request without room."""
     left = dict(max_per_lane)
     taken: list[LeaseRecord] = []
-    passed: list[Entry] = []
+    too_heavy: list[Entry] = []
+    blocked: list[Entry] = []
     while room > 0 and len(taken) < max_count:
         source = queue.next_source(left)
         entry = None if source is None else source.peek_entry()
         if source is None or entry is None:
             break
         weighs = entry.units or assumed_units
-        # No end of a lease makes room for a request that needs more than the limit, so it is passed over. One
-        # that needs more than the room ends the claim, because it would starve behind lighter ones.
+        # No end of a lease makes room for a request that needs more than the limit, so it is passed over. Of
+        # those that need more than the room only a few are, because they would starve behind lighter ones.
         if weighs > limit:
-            if not entry.units or len(passed) == MAX_PASSED_OVER:
+            if not entry.units or len(too_heavy) == MAX_PASSED_OVER:
                 break
-            passed.append(source.pop_entry())
+            too_heavy.append(source.pop_entry())
             continue
         if weighs > room:
-            break
+            if not entry.units:
+                break
+            blocked.append(source.pop_entry())
+            if len(blocked) > max_blocked:
+                break
+            continue
         if isinstance(lane := entry.lane, Lane):
             left[lane] -= 1
         room -= weighs
         taken.append(queue.lease_entry(source.pop_entry(), caller.owner, caller.now, assumed_units))
     # Put back only now, so that the loop does not meet them again.
-    for entry in passed:
+    for entry in (*too_heavy, *blocked):
         queue.put_back(entry)
-    return taken
+    return taken, blocked[0].id if blocked else None
 
 
 def claim_first_of(

@@ -3,12 +3,14 @@
 -- Keys: queue, REPLY
 -- Arguments: owner, owner_timeout_s: number, lease_s: number, max_count: number, max_bytes: number, token_base,
 --     reply_s, is_probe: flag, limit: number, read_at: number, lost_units: number, retry_after_max_s: number,
---     unleased_units: number, max_member_bytes: number, assumed_units: number
+--     unleased_units: number, max_member_bytes: number, assumed_units: number,
+--     max_blocked: number
 -- List rooms: lane, room: number
 -- REPLY is the key of the record of this claim, by owner and nonce. `unleased_units` are units of the limit that no
 -- lease counts, and `assumed_units` those of a request that was never leased. `rooms` has the largest number of leases
 -- of a lane by its letter, 0 for the others.
--- Returns {owner reply, number of waiting requests, lease rows}. A request of more than `max_bytes` is returned alone.
+-- `max_blocked` is the number of requests without room that lighter ones may overtake.
+-- Returns {owner reply, number of waiting requests, lease rows, entry of the first request without room or 0}. A request of more than `max_bytes` is returned alone.
 --         A member of more is returned as its length, because it needs a call and a timeout of its own. A blob that does not
 --         fit beside the member is returned as its length, too.
 -- Guarantees: the units of all leases, and those that no lease counts, never pass the limit because of a claim. A
@@ -17,7 +19,7 @@
 -- becomes free, because the owners that use up the limit would claim it as well. The reservation ends when the
 -- probing owner would count as dead.
 local now, shared = current_time(), load_control()
-local lease_rows, recorded = {}, call('GET', REPLY)
+local lease_rows, recorded, blocked = {}, call('GET', REPLY), 0
 features.require_stored(shared)
 correct_future_times(shared, now)
 
@@ -67,7 +69,9 @@ else
     call('HDEL', CONTROL, 'probe', 'prober')
   end
   local shared_limit, free = get_limit_and_room()
-  local found, pending = select_first(max_count, max_bytes, room_by_lane, free, shared_limit, assumed_units)
+  local found, pending
+  found, pending, blocked =
+    select_first(max_count, max_bytes, room_by_lane, free, shared_limit, assumed_units, max_blocked)
   local record, members, states, leases, counted = {token_base}, {}, {}, {}, 0
   if pending > 0 then call('ZREMRANGEBYRANK', PENDING, 0, pending - 1) end
   local next_id, expires_at = (shared.next or 0) + 1, format_float(now + lease_s)
@@ -114,4 +118,4 @@ local waiting = call('ZCARD', PENDING) + call('ZCARD', RETURNED)
 for number, lane in ipairs(LANES) do
   if room_by_lane[number] > 0 then waiting = waiting + call('ZCARD', lane.set) end
 end
-return {build_owner_reply(shared, now, owner, lease_s), waiting, lease_rows}
+return {build_owner_reply(shared, now, owner, lease_s), waiting, lease_rows, blocked}

@@ -56,11 +56,12 @@ end
 -- among them.
 --
 -- A request that was never leased counts `assumed_units`. A request that needs more than the limit is passed over,
--- because no end of a lease would make room for it. A request that needs more than the room ends the selection: if
--- lighter requests behind it were taken, it would starve. The selection also ends when no unit is left, because a
--- request that counts nothing now will count something before it is sent.
-local function select_first(max_count, max_bytes, room_by_lane, room, limit, assumed_units)
-  local selected, size, passed_over = {}, 0, 0
+-- because no end of a lease would make room for it. A request that needs more than the room ends the selection, because
+-- it would starve if lighter requests behind it were always taken; but up to `max_blocked` of them are passed over. The
+-- selection also ends when no unit is left, because a request that counts nothing now will count something before it is
+-- sent. The third result is the entry of the first request without room, 0 if there was none.
+local function select_first(max_count, max_bytes, room_by_lane, room, limit, assumed_units, max_blocked)
+  local selected, size, passed_over, blocked, blocked_count = {}, 0, 0, 0, 0
   local ranks, heads, remaining = {}, {}, {}
   for source = 1, #WAITING_SETS do
     local lane = LANES[source - 2]
@@ -84,7 +85,11 @@ local function select_first(max_count, max_bytes, room_by_lane, room, limit, ass
       -- A pending request cannot be passed over: a claim removes pending ones by rank, from the first on.
       if not candidate.id or passed_over > MAX_PASSED_OVER then break end
     elseif room and needed > room then
-      break
+      -- A pending request cannot be passed over here, either.
+      if not candidate.id then break end
+      if blocked == 0 then blocked = candidate.id end
+      blocked_count = blocked_count + 1
+      if blocked_count > max_blocked then break end
     else
       size = size + candidate.size + (candidate.state and get_blob_bytes(candidate.state) or 0)
       if #selected > 0 and size > max_bytes then break end
@@ -96,5 +101,5 @@ local function select_first(max_count, max_bytes, room_by_lane, room, limit, ass
     ranks[best] = ranks[best] + 1
     heads[best] = nil
   end
-  return selected, ranks[1]
+  return selected, ranks[1], blocked
 end

@@ -171,9 +171,10 @@ class RedisQueue:
         *,
         max_per_lane: Mapping[Lane, int] = ONE_PER_LANE,
         assumed_units: int = 1,
+        max_blocked: int = 0,
     ) -> ClaimResult:
         return await self._claim_requests(
-            max(0, min(max_count, _MAX_CLAIM)), nonce, permit, max_per_lane, assumed_units
+            max(0, min(max_count, _MAX_CLAIM)), nonce, permit, max_per_lane, assumed_units, max_blocked
         )
 
     async def claim_probe(self, nonce: str, permit: Permit) -> ClaimResult:
@@ -186,6 +187,7 @@ class RedisQueue:
         permit: Permit,
         max_per_lane: Mapping[Lane, int],
         assumed_units: int,
+        max_blocked: int = 0,
         *,
         is_probe: bool = False,
     ) -> ClaimResult:
@@ -198,6 +200,7 @@ class RedisQueue:
             max_count=max_count,
             max_per_lane=max_per_lane,
             assumed_units=assumed_units,
+            max_blocked=max_blocked,
             max_member_bytes=self.max_member_bytes,
             is_probe=is_probe,
         )

@@ -33,6 +33,7 @@ async def claim(
     max_count: int,
     max_per_lane: Mapping[Lane, int],
     assumed_units: int,
+    max_blocked: int,
     max_member_bytes: int,
     is_probe: bool = False,
 ) -> ClaimReply:
@@ -48,6 +49,7 @@ async def claim(
             "is_probe": is_probe,
             "max_member_bytes": max_member_bytes,
             "assumed_units": max(0, assumed_units),
+            "max_blocked": max_blocked,
             "rooms": [{"lane": letter, "room": rooms[lane]} for lane, letter in LANE_LETTERS.items()],
             **owner_terms.to_arguments(),
             **describe_permit(backend, permit),
@@ -56,8 +58,9 @@ async def claim(
     )
     rows = reply.value[2]
     member, progress = (rows[2], rows[10]) if rows else (b"", b"")
+    claim_result = decode_claim_result(backend, reply, reply.value[:3])
     return ClaimReply(
-        decode_claim_result(backend, reply, reply.value),
+        claim_result.copy_with(blocked_entry_id=reply.value[3] or None),
         member if isinstance(member, int) else 0,
         progress if isinstance(progress, int) else 0,
     )
