@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from dispatcher.kernel import completions
 from dispatcher.kernel.claimed_request import ClaimedLeases
 from dispatcher.kernel.flush import ClaimByFlush
-from dispatcher.kernel.overtaking import Overtaking
+from dispatcher.kernel.overtaking import MAX_PASSED_BLOCKED, Overtaking
 from dispatcher.kernel.queue_access import explain_empty_claim, loop_time
 from dispatcher.kernel.queue_steps import QueueStep
 from dispatcher.queue.contract import Permit
@@ -91,7 +91,7 @@ class Claimer:
                 permit,
                 max_per_lane=max_per_lane,
                 assumed_units=assumed_units,
-                max_blocked=self._overtaking.count_passable(at, self._limiter.mean_duration_s),
+                max_blocked=self._count_passable(at),
             )
             claim_result = await self._access.call_queue(QueueStep.CLAIM, claim)
             if claim_result is None:
@@ -100,7 +100,8 @@ class Claimer:
             self._access.update_from_reply(claim_result)
             self._limiter.set_withheld_reason(explain_empty_claim(claim_result, permit))
             must_claim_again = self._lane_rules.record_claim(claim_result.claimable_count)
-            is_first_new = self._overtaking.record_claim(claim_result.blocked_entry_id, at)
+            blocked = claim_result.blocked_entry_id
+            is_first_new = blocked is not None and self._overtaking.record_claim(blocked, at)
             self._access.has_work = claim_result.claimable_count > 0 or must_claim_again
             # Not earlier: after an exception above, the next claim returns the same leases.
             self._claim_nonce = ""
@@ -112,6 +113,12 @@ class Claimer:
                     return
             elif not must_claim_again and not is_first_new:
                 return
+
+    def _count_passable(self, now: float) -> int:
+        """Return how many requests without room the claim may pass over."""
+        if self._overtaking.first is None:  # usually there are no requests of several units
+            return MAX_PASSED_BLOCKED
+        return self._overtaking.count_passable(now, self._limiter.mean_duration_s)
 
     def _count_outside_units(self) -> int:
         """Return the units of the limit that are used beside the leases."""

@@ -27,7 +27,7 @@ class Overtaking:
     """Requests that waited for room as the first of the queue, as seen by one process."""
 
     def __init__(self) -> None:
-        self._first: int | None = None
+        self.first: int | None = None
         """Entry of the request that waited for room last. It may have been sent since."""
         self._blocked_since: dict[int, float] = {}
         """Time at which each request was seen first, oldest first."""
@@ -35,7 +35,7 @@ class Overtaking:
     def count_passable(self, now: float, mean_duration_s: float) -> int:
         """Return how many requests without room a claim may pass over."""
         allowed_s = min(mean_duration_s, MAX_OVERTAKEN_S)
-        waited_s = 0.0 if self._first is None else now - self._blocked_since[self._first]
+        waited_s = 0.0 if self.first is None else now - self._blocked_since[self.first]
         return MAX_PASSED_BLOCKED if waited_s < allowed_s else 0
 
     def record_claim(self, blocked_entry_id: int | None, now: float) -> bool:
@@ -45,9 +45,9 @@ class Overtaking:
         """
         # After a claim that came to none, the request before may still be there: a claim without a free unit
         # reads nothing.
-        if blocked_entry_id is None or blocked_entry_id == self._first:
+        if blocked_entry_id is None or blocked_entry_id == self.first:
             return False
-        self._first = blocked_entry_id
+        self.first = blocked_entry_id
         # A request that waited before goes on waiting when a better one has been sent before it.
         if blocked_entry_id not in self._blocked_since:
             if len(self._blocked_since) == MAX_KNOWN_REQUESTS:

@@ -127,7 +127,7 @@ class MemoryQueue:
             max_blocked=max_blocked,
             is_probe=is_probe,
         )
-        return self._build_claim_result(caller, taken, waiting).copy_with(blocked_entry_id=blocked)
+        return self._build_claim_result(caller, taken, waiting, blocked)
 
     async def renew(self, leases: Sequence[Lease]) -> RenewResult:
         caller = self._begin_step()
@@ -174,13 +174,18 @@ class MemoryQueue:
         )
 
     def _build_claim_result(
-        self, caller: Caller, taken: Sequence[LeaseRecord], claimable_count: int
+        self,
+        caller: Caller,
+        taken: Sequence[LeaseRecord],
+        claimable_count: int,
+        blocked_entry_id: int | None = None,
     ) -> ClaimResult:
         return ClaimResult(
             [_to_lease(each) for each in taken],
             self._count_leases(caller),
             self._read_shared_state(),
             claimable_count,
+            blocked_entry_id,
         )
 
     async def release(self, releases: Sequence[Release]) -> Sequence[SettleStatus]:

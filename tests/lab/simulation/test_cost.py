@@ -11,13 +11,13 @@ from dispatcher.lab.simulation.scenario import TIME_STEP_S, Scenario
 from dispatcher.lab.standin import made_up_traffic
 from dispatcher.lab.standin.trace import BUNDLED, load_trace
 
-MAX_CALLS = 638
+MAX_CALLS = 645
 """Maximum without time steps. Three hours at 400 slots are 400,000 batch and as many realtime requests."""
 
-MAX_CALLS_WITH_TIME_STEPS = 402
+MAX_CALLS_WITH_TIME_STEPS = 407
 """Maximum with time steps, where several requests share an iteration of the loop."""
 
-MAX_CALLS_WITH_JOBS = 207
+MAX_CALLS_WITH_JOBS = 213
 """Maximum with several requests per job, which is the default for three hours at 400 slots."""
 
 
