@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from dispatcher.limit.budget import round_down
 from tests.properties.adversarial_pool import AdversarialPool
 
-WARM_UP_READINGS = 5
-
 
 @given(
     seed=st.integers(0, 10**6),
@@ -28,12 +26,12 @@ def test_limit_exceeds_the_room_only_by_requests_of_others_with_a_negative_prior
     pool = AdversarialPool(
         rng, max_sys, realtime=rng.randrange(max_sys), foreign_batch_count=foreign_batch_count
     )
-    for number in range(2 * WARM_UP_READINGS):
+    for _ in range(10):
         pool.finish_requests(rng.randrange(max_sys))
         realtime = pool.realtime
         pool.advance(pool.take_sample(0.2 * rng.random(), later_s, rng.random()))
         # Until requests of the dispatcher were certainly in a reading, their priority is not known.
-        if number > WARM_UP_READINGS and pool.sent_requests:
+        if pool.limiter._tracker._has_batch_priority:
             room = max(0, round_down(pool.usable_capacity - realtime))
             assert pool.last_limit <= room + min(foreign_batch_count, realtime)
         pool.realtime = rng.randrange(max_sys)
