@@ -18,7 +18,7 @@ from tests.cost_comparison import compare_costs
 from tests.scenarios.processes import Dispatcher, Stage
 from tests.support import wait_until_sync
 
-pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 LIMIT = 64
 ANSWER_S = 0.01
