@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from dispatcher.kernel import completions
 from dispatcher.kernel.claimed_request import ClaimedLeases
 from dispatcher.kernel.flush import ClaimByFlush
-from dispatcher.kernel.overtaking import MAX_PASSED_BLOCKED, Overtaking
+from dispatcher.kernel.overtaking import Overtaking
 from dispatcher.kernel.queue_access import explain_empty_claim, loop_time
 from dispatcher.kernel.queue_steps import QueueStep
 from dispatcher.queue.contract import Permit
@@ -116,8 +116,9 @@ class Claimer:
 
     def _count_passable(self, now: float) -> int:
         """Return how many requests without room the claim may pass over."""
-        if self._overtaking.first is None:  # usually there are no requests of several units
-            return MAX_PASSED_BLOCKED
+        # Usually there are no requests of several units. A claim that comes to the first one is repeated.
+        if self._overtaking.first is None:
+            return 0
         return self._overtaking.count_passable(now, self._limiter.mean_duration_s)
 
     def _count_outside_units(self) -> int:
