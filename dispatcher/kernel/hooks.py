@@ -104,7 +104,7 @@ class LeasePart:
 
 @dataclass(frozen=True, slots=True)
 class FollowUp:
-    """Consequences of the answer to a call that a grouping has made."""
+    """Consequences of the answer to a call for several leases."""
 
     ended: list[tuple[InFlightLease, AttemptResult]] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)

@@ -69,7 +69,7 @@ def test_only_the_newest_requests_are_remembered() -> None:
 def test_law_first_request_is_overtaken_for_no_longer_than_a_mean_duration(
     claims: list[tuple[float, int | None, float]],
 ) -> None:
-    """Whatever other requests wait before it in between."""
+    """Requests that wait before it in between do not prolong the time."""
     overtaking, seen_at, first, at = Overtaking(), dict[int, float](), None, 0.0
     for passed_s, blocked, mean_s in claims:
         at += passed_s

@@ -11,7 +11,6 @@ server teach something. Before the first of them, the number of tokens is taken 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -159,22 +158,23 @@ class TokenEstimator:
     def _add_means(self, kind: Kind) -> _Means:
         path, model, size, limit = kind
         means = _Means(
-            _get_row(self._prompts, (path, model, size), _Mean),
-            _get_row(self._prompts, (path, model, -1), _Mean),
-            _get_row(self._shared, (path, model, size), _Mean),
-            _get_row(self._outputs, (path, model, limit), _Mean),
-            _get_row(self._errors, model, _Mean),
+            _get_row(self._prompts, (path, model, size), _Mean()),
+            _get_row(self._prompts, (path, model, -1), _Mean()),
+            _get_row(self._shared, (path, model, size), _Mean()),
+            _get_row(self._outputs, (path, model, limit), _Mean()),
+            _get_row(self._errors, model, _Mean()),
         )
-        return _get_row(self._means, kind, lambda: means)
+        return _get_row(self._means, kind, means)
 
 
 _UNKNOWN = _Mean()
 
 
-def _get_row(rows: dict[K, V], key: K, build: Callable[[], V]) -> V:
+def _get_row(rows: dict[K, V], key: K, new_row: V) -> V:
+    """Return the row of a key, which is the new one if there is none."""
     row = rows.get(key)
     if row is None:
         if len(rows) >= MAX_ROWS:
             del rows[next(iter(rows))]
-        row = rows[key] = build()
+        row = rows[key] = new_row
     return row

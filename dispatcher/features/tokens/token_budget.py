@@ -92,7 +92,7 @@ class TokenBudget(LeasePart):
             self.apply_reading()
         if self._kv_use is None or max_count < 1:
             return max_count
-        if self._is_missing and self.is_reading_lost:
+        if self.is_reading_lost:
             return 0
         room = self.compute_room()
         usual = self.memory.mean_call if self.needed is None else self.needed

@@ -130,7 +130,7 @@ class BatchProfile:
 
     def draw_size(self, draws: Random) -> tuple[int, int]:
         """Draw the context and the number of generated tokens of the next request."""
-        # Without a mix, the draws are the same as ever.
+        # Without a mix nothing more is drawn, so a seed gives the same requests as before there were mixes.
         if self.mix is not None and draws.random() < self.mix.share:
             return self.mix.context, draw_tokens(draws, self.mix.tokens, self.spread)
         return self.context, draw_tokens(draws, self.tokens, self.spread)

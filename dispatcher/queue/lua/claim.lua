@@ -3,14 +3,14 @@
 -- Keys: queue, REPLY
 -- Arguments: owner, owner_timeout_s: number, lease_s: number, max_count: number, max_bytes: number, token_base,
 --     reply_s, is_probe: flag, limit: number, read_at: number, lost_units: number, retry_after_max_s: number,
---     unleased_units: number, max_member_bytes: number, assumed_units: number,
---     max_blocked: number
+--     unleased_units: number, max_member_bytes: number, assumed_units: number, max_blocked: number
 -- List rooms: lane, room: number
 -- REPLY is the key of the record of this claim, by owner and nonce. `unleased_units` are units of the limit that no
 -- lease counts, and `assumed_units` those of a request that was never leased. `rooms` has the largest number of leases
 -- of a lane by its letter, 0 for the others.
 -- `max_blocked` is the number of requests without room that lighter ones may overtake.
--- Returns {owner reply, number of waiting requests, lease rows, entry of the first request without room or 0}. A request of more than `max_bytes` is returned alone.
+-- Returns {owner reply, number of waiting requests, lease rows, entry of the first request without room or 0}.
+--         A request of more than `max_bytes` is returned alone.
 --         A member of more is returned as its length, because it needs a call and a timeout of its own. A blob that does not
 --         fit beside the member is returned as its length, too.
 -- Guarantees: the units of all leases, and those that no lease counts, never pass the limit because of a claim. A

@@ -1,4 +1,4 @@
-"""What an outcome leads to, row by row: for the gateway, for a request and its group, and for the lease."""
+"""Consequences of an outcome, row by row: for the gateway, for a request and its group, and for the lease."""
 
 from __future__ import annotations
 
